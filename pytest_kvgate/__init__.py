@@ -1,0 +1,1 @@
+"""pytest-kvgate: gate query-selected KV paging on your model before anyone builds it."""

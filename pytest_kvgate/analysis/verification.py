@@ -1,0 +1,59 @@
+"""Check a capture against the model's own softmax before any number is believed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.analysis.masses import group_masses, head_keys
+from pytest_kvgate.trace import Layer, Reference, Trace, TraceError, Verification
+
+#: Worst absolute difference of one attention weight that a right read can show. Right reads lie
+#: below 1e-5; the nearest wrong ones (a shifted head, a stale row) lie above 1e-2.
+SOFTMAX_TOLERANCE = 1e-3
+
+
+def verify_softmax(trace: Trace, reference: Reference) -> Verification:
+    """Recompute the softmax of every KV layer and compare it with the engine's own.
+
+    Engines round q to the type that K is stored in before the product, and not all in the same
+    way, so the reference brings the roundings that are possible; the one that fits best over all
+    layers and steps counts. A wrong read fits none of them.
+
+    Returns:
+        The worst absolute error over layers, steps, query heads and positions. Positions that the
+        engine masks and the trace does not, or the reverse, count as errors.
+    """
+    errors = {
+        rounding: max(
+            _layer_error(trace, reference, position, queries[position])
+            for position in range(len(trace.layers))
+        )
+        for rounding, queries in reference.queries.items()
+    }
+    best = min(errors.values())
+    return Verification.of(best, SOFTMAX_TOLERANCE, "softmax")
+
+
+def _layer_error(
+    trace: Trace, reference: Reference, position: int, queries: NDArray[np.float32]
+) -> float:
+    layer: Layer = trace.layers[position]
+    group = layer.group_size
+    worst = 0.0
+    for row, step in enumerate(reference.steps):
+        n_visible = trace.steps[step].n_visible
+        expected = np.load(reference.softmax[position][row], mmap_mode="r", allow_pickle=False)
+        for kv_head in range(layer.n_head_kv):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            keys = head_keys(layer, kv_head, n_visible)
+            try:
+                masses = group_masses(layer, kv_head, queries[row : row + 1, heads], keys,
+                                      [n_visible])
+            except TraceError:
+                return float("inf")
+            difference = np.abs(masses[0] - expected[heads]).max()
+            if not np.isfinite(difference):
+                return float("inf")
+            worst = max(worst, float(difference))
+    return worst

@@ -1,0 +1,158 @@
+"""One capture: prefill a prompt, decode greedily, keep what attention read at sampled steps."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pytest_kvgate.capture.collector import Collector
+from pytest_kvgate.capture.errors import CaptureError
+from pytest_kvgate.capture.prompts import Prompt
+from pytest_kvgate.engine import Engine, EngineSettings
+from pytest_kvgate.trace import Reference, Step, Trace, TraceWriter, Verification
+
+#: Compares a fresh trace with the model's own softmax.
+Verify = Callable[[Trace, Reference], Verification]
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What to sample, and how to run the engine meanwhile.
+
+    ``steps`` are the sampled decode steps; ``n_context`` bounds prompt plus decode steps, None for
+    the context the model was trained with.
+    """
+
+    steps: range = range(0, 257, 8)
+    n_context: int | None = None
+    engine: EngineSettings = field(default_factory=EngineSettings)
+
+
+def capture(
+    model: Path, prompt: Prompt, settings: CaptureSettings, parent: Path, verify: Verify
+) -> Trace:
+    """Capture one prompt on one model into a new folder below ``parent``.
+
+    Nothing is left behind when it fails or is interrupted.
+
+    Raises:
+        EngineError: the model cannot be loaded or run.
+        CaptureError: the prompt does not fit, or the model gives nothing to measure.
+    """
+    with (
+        ThreadPoolExecutor(max_workers=1) as background,
+        Engine(model, settings.engine) as engine,
+        tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
+    ):
+        tokens = _fitting_tokens(engine, model, prompt, settings)
+        digest = background.submit(_sha256, model)
+        with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
+            collector = Collector(writer, Path(scratch), len(settings.steps))
+            _decode(engine, prompt, tokens, settings.steps, collector)
+            trace = writer.write_document(
+                model={
+                    "name": model.stem,
+                    "architecture": engine.metadata("general.architecture") or "unknown",
+                    "quantization": _quantization(engine),
+                    "file_sha256": digest.result(),
+                },
+                workload={"name": prompt.name, "n_prompt": len(tokens)},
+                capture=_provenance(engine, settings, collector),
+                layers=collector.write_layers(engine.sliding_window),
+                steps=collector.steps,
+            )
+            return writer.commit(verify(trace, collector.reference()))
+
+
+def _fitting_tokens(
+    engine: Engine, model: Path, prompt: Prompt, settings: CaptureSettings
+) -> list[int]:
+    if not engine.is_causal_decoder:
+        raise CaptureError(
+            f"{model.name} is an encoder or a diffusion model: it does not decode token by token "
+            "over a KV cache, so there is nothing to page."
+        )
+    tokens = engine.tokenize(prompt.text)
+    limit = settings.n_context or engine.trained_context
+    origin = "--kvgate-ctx" if settings.n_context else "the context the model was trained with"
+    n_decode = settings.steps[-1] + 1
+    if len(tokens) + n_decode > limit:
+        raise CaptureError(
+            f"prompt {prompt.name!r} is {len(tokens)} tokens, and with {n_decode} decode steps it "
+            f"needs {len(tokens) + n_decode}; the context holds {limit} ({origin}). Shorten the "
+            f"prompt to {max(0, limit - n_decode)} tokens, sample fewer --kvgate-steps, or raise "
+            "--kvgate-ctx."
+        )
+    engine.start(len(tokens) + n_decode)
+    return tokens
+
+
+def _decode(
+    engine: Engine, prompt: Prompt, tokens: list[int], steps: range, collector: Collector
+) -> None:
+    logits = engine.decode(tokens)
+    for index in range(steps[-1] + 1):
+        token = int(np.argmax(logits))
+        if engine.is_end_of_text(token):
+            raise CaptureError(_end_of_text(prompt, steps, index))
+        if index in steps:
+            collector.begin(Step(decode_index=index, n_visible=len(tokens) + index + 1))
+            engine.hook.arm(collector.take)
+            logits = engine.decode([token])
+            engine.hook.disarm()
+            collector.end()
+        else:
+            logits = engine.decode([token])
+
+
+def _end_of_text(prompt: Prompt, steps: range, index: int) -> str:
+    usable = sum(1 for step in steps if step < index)
+    if not usable:
+        return (
+            f"prompt {prompt.name!r} is a finished conversation: the model ends its text at decode "
+            f"step {index}, at or before the first sampled step ({steps[0]}), so nothing is left "
+            "to measure. Cut the prompt where there is still something to say, for example in the "
+            "middle of an answer."
+        )
+    return (
+        f"prompt {prompt.name!r}: the model ends its text at decode step {index}, so only {usable} "
+        f"of {len(steps)} sampled steps are usable. Ask for --kvgate-steps "
+        f"{steps.start}:{index}:{steps.step}, or cut the prompt where there is more to say."
+    )
+
+
+def _quantization(engine: Engine) -> str | None:
+    from gguf import LlamaFileType  # noqa: PLC0415 - only an extra brings it
+
+    number = engine.metadata("general.file_type")
+    try:
+        return LlamaFileType(int(number or "")).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return None
+
+
+def _provenance(
+    engine: Engine, settings: CaptureSettings, collector: Collector
+) -> Mapping[str, Any]:
+    steps = settings.steps
+    return {
+        "backend": "llama-cpp-python",
+        "backend_version": engine.version,
+        "flash_attention": False,
+        "cache_type_k": settings.engine.cache_type_k,
+        "n_gpu_layers": settings.engine.n_gpu_layers,
+        "steps": f"{steps.start}:{steps.stop}:{steps.step}",
+        "shared_kv_layers": sorted(collector.shared_layers),
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

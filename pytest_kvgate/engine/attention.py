@@ -1,0 +1,256 @@
+"""The hook at the attention operation: q, K, mask and softmax of every KV layer, as computed.
+
+llama.cpp calls the hook for every graph node, before it is computed (``ask``) and, where wanted,
+after. Attention is recognised by operation, never by tensor name: a ``SOFT_MAX`` with a mask whose
+input leads back to the product of q and a view of the KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.engine.errors import EngineError
+from pytest_kvgate.engine.ggml import FloatArray, Ggml, Tensor, float_params, source
+
+#: GGML_TENSOR_FLAG_INPUT
+INPUT_FLAG = 1
+
+#: Operations that only move data; between an operand and what computed it.
+MOVES = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY"})
+
+
+@dataclass(frozen=True)
+class AttentionRead:
+    """What one attention node read and computed for one query position.
+
+    ``queries`` is ``[n_head, head_dim]`` float32 as the product received it. ``read_keys(n)``
+    copies the first n cells of the cache, ``[n_head_kv, n, head_dim]``. ``mask`` is ``[n_cell]``:
+    minus infinity where hidden. ``softmax`` is ``[n_head, n_cell]``. ``rotation`` is the
+    orthonormal ``[r, r]`` matrix that q and K were multiplied by in blocks before the cache, or
+    None. ``n_rot`` counts the dims that RoPE turns. ``shared_keys`` marks a layer that reads
+    another layer's cache.
+    """
+
+    index: int
+    queries: NDArray[np.float32]
+    n_head_kv: int
+    key_type: str
+    read_keys: Callable[[int], FloatArray]
+    mask: NDArray[np.float32]
+    softmax: NDArray[np.float32]
+    scale: float
+    softcap: float | None
+    max_bias: float
+    sinks: NDArray[np.float32] | None
+    rotation: NDArray[np.float32] | None
+    n_rot: int
+    shared_keys: bool
+
+
+class AttentionHook:
+    """Calls ``on_read`` for each attention node of a decode step while it is armed.
+
+    An exception (Ctrl-C too) cannot cross the C library; it is kept, stops the graph, and is raised
+    by `raise_pending` once the library has returned.
+    """
+
+    def __init__(self, ggml: Ggml) -> None:
+        self._ggml = ggml
+        self._on_read: Callable[[AttentionRead], None] | None = None
+        self._error: BaseException | None = None
+        self._queries: dict[int, NDArray[np.float32]] = {}
+        self._rotation: NDArray[np.float32] | None = None
+        self._caches: set[int] = set()
+        self._count = 0
+
+    def arm(self, on_read: Callable[[AttentionRead], None]) -> None:
+        """Report the attention nodes of the next decode step."""
+        self._on_read = on_read
+        self._queries.clear()
+        self._rotation = None
+        self._caches.clear()
+        self._count = 0
+
+    def disarm(self) -> int:
+        """Stop reporting; return how many attention nodes were seen."""
+        self._on_read = None
+        return self._count
+
+    def raise_pending(self) -> None:
+        """Raise what went wrong inside a callback, if anything did."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __call__(self, address: int, ask: bool, _user_data: object) -> bool:
+        """Answer llama.cpp: is this node wanted (``ask``), or may the graph go on."""
+        try:
+            if self._on_read is None:
+                return not ask
+            node = Tensor.from_address(address)
+            if ask:
+                return self._wanted(node)
+            self._computed(address, node)
+        except BaseException as error:  # handed on by raise_pending()
+            self._error = error
+            self._on_read = None
+            return False
+        return True
+
+    def _wanted(self, node: Tensor) -> bool:
+        operation = self._ggml.op(node)
+        if operation == "MUL_MAT":
+            keys = source(node, 0)
+            return keys is not None and bool(keys.view_src)
+        if operation == "FLASH_ATTN_EXT":
+            raise EngineError(
+                "the engine used flash attention although it was turned off, so there is no "
+                "softmax to verify the capture against."
+            )
+        return operation == "SOFT_MAX" and source(node, 1) is not None
+
+    def _computed(self, address: int, node: Tensor) -> None:
+        if self._ggml.op(node) == "MUL_MAT":
+            queries = source(node, 1)
+            # q is copied here, at its product: the scheduler may reuse its memory right after.
+            if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
+                read = self._ggml.read(queries)
+                self._queries[address] = np.asarray(read[:, 0], dtype=np.float32)
+                rotation = self._find_rotation(queries)
+                if rotation is not None and self._rotation is None:
+                    self._rotation = self._read_rotation(rotation)
+            return
+        read = self._attention(node)
+        if read is not None and self._on_read is not None:
+            self._count += 1
+            self._on_read(read)
+
+    def _attention(self, node: Tensor) -> AttentionRead | None:
+        """Collect one ``SOFT_MAX`` node; None where it is not attention over a cache."""
+        product, scale, softcap = self._product(node)
+        if product is None:
+            return None
+        keys, queries = source(product, 0), source(product, 1)
+        mask = source(node, 1)
+        assert keys is not None and queries is not None and mask is not None
+        root = Tensor.from_address(keys.view_src) if keys.view_src else keys
+        if self._ggml.op(root) != "NONE":
+            raise EngineError(
+                "this model's attention reads keys of its own batch and not a KV cache (an encoder "
+                "or a diffusion model), so there is nothing to page."
+            )
+        address = keys.view_src or 0
+        shared = address in self._caches
+        self._caches.add(address)
+        sinks = source(node, 2)
+        rotated = self._find_rotation(queries) is not None
+        ggml = self._ggml
+
+        def read_keys(n_cell: int) -> FloatArray:
+            return ggml.read(keys, n_cell)
+
+        return AttentionRead(
+            index=_layer_index(node, self._count),
+            queries=self._queries[ctypes.addressof(product)],
+            n_head_kv=keys.ne[2],
+            key_type=ggml.type_name(keys.type),
+            read_keys=read_keys,
+            mask=np.asarray(ggml.read(mask)[0, 0], dtype=np.float32),
+            softmax=np.asarray(ggml.read(node)[:, 0], dtype=np.float32),
+            scale=scale,
+            softcap=softcap,
+            max_bias=float(float_params(node)[1]),
+            sinks=None if sinks is None else np.asarray(ggml.read(sinks)[0, 0], dtype=np.float32),
+            rotation=self._rotation if rotated else None,
+            n_rot=self._rotary_dims(queries),
+            shared_keys=shared,
+        )
+
+    def _product(self, node: Tensor) -> tuple[Tensor | None, float, float | None]:
+        """Walk from a softmax to its ``MUL_MAT(k, q)``.
+
+        Returns:
+            The product, and scale and cap such that the logit is ``cap·tanh(scale·q·k/cap)``, or
+            ``scale·q·k`` where cap is None.
+        """
+        outer, inner = float(float_params(node)[0]), 1.0
+        capped = False
+        current = source(node, 0)
+        while current is not None:
+            operation = self._ggml.op(current)
+            if operation == "MUL_MAT":
+                if not capped:
+                    return current, outer, None
+                return current, outer * inner, outer
+            if operation == "SCALE":
+                factor, bias = (float(value) for value in float_params(current)[:2])
+                if bias:
+                    raise EngineError("this model adds a bias to its logits; that is not measured.")
+                if capped:
+                    inner *= factor
+                else:
+                    outer *= factor
+            elif operation == "UNARY" and self._ggml.unary_op(current) == "TANH" and not capped:
+                capped = True
+            elif operation == "ADD":
+                raise EngineError(
+                    "this model adds a bias tensor to its attention logits (as T5 does); that is "
+                    "not part of what kvgate measures, so its numbers would be wrong."
+                )
+            elif operation not in MOVES:
+                return None, outer, None
+            current = source(current, 0)
+        return None, outer, None
+
+    def _find_rotation(self, queries: Tensor) -> Tensor | None:
+        """Return the matrix that rotates q for a quantized cache, where there is one."""
+        current: Tensor | None = queries
+        while current is not None and self._ggml.op(current) in MOVES:
+            current = source(current, 0)
+        if current is None or self._ggml.op(current) != "MUL_MAT":
+            return None
+        matrix = source(current, 0)
+        # Unlike a weight, the rotation is an input of the graph.
+        if matrix is None or not matrix.flags & INPUT_FLAG or matrix.ne[0] != matrix.ne[1]:
+            return None
+        return matrix
+
+    def _read_rotation(self, matrix: Tensor) -> NDArray[np.float32]:
+        rotation = np.asarray(self._ggml.read(matrix)[0], dtype=np.float32)
+        if not np.allclose(rotation @ rotation.T, np.eye(len(rotation)), atol=1e-4):
+            raise EngineError(
+                "q is multiplied by a matrix that is not orthonormal before the attention product; "
+                "K cannot be brought back to the model's own basis."
+            )
+        return rotation
+
+    def _rotary_dims(self, queries: Tensor) -> int:
+        """Return how many dims RoPE turned on the way to q; 0 where it never did."""
+        current: Tensor | None = queries
+        for _ in range(16):
+            if current is None:
+                return 0
+            operation = self._ggml.op(current)
+            if operation == "ROPE":
+                return int(current.op_params[1])
+            if operation == "MUL_MAT" and self._find_rotation(current) is not None:
+                current = source(current, 1)
+            elif operation in MOVES or operation in ("SCALE", "MUL", "RMS_NORM", "NORM"):
+                current = source(current, 0)
+            elif operation == "CONCAT":  # MLA joins the position-free part with the rotated one
+                current = source(current, 1) or source(current, 0)
+            else:
+                return 0
+        return 0
+
+
+def _layer_index(node: Tensor, ordinal: int) -> int:
+    """Return the layer's number, which llama.cpp appends to a node's name, else the ordinal."""
+    found = re.search(rb"-(\d+)$", node.name)
+    return int(found.group(1)) if found else ordinal

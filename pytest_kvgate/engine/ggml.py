@@ -1,0 +1,174 @@
+"""ggml tensors as seen from Python: the struct, its operation, and its data.
+
+Tensors are views with strides, and may lie in device memory, so data is read through
+``ggml_backend_tensor_get`` and cut up here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.engine.errors import EngineError, EngineMissingError
+
+MAX_DIMS = 4
+MAX_SRC = 10
+OBJECT_SIZE = 32  # what ggml_tensor_overhead adds to the tensor itself
+
+FloatArray = NDArray[np.float16] | NDArray[np.float32]
+
+
+class Tensor(ctypes.Structure):
+    """``struct ggml_tensor``; checked against the library before first use."""
+
+    type: int
+    ne: ctypes.Array[ctypes.c_int64]
+    nb: ctypes.Array[ctypes.c_size_t]
+    op: int
+    op_params: ctypes.Array[ctypes.c_int32]
+    flags: int
+    src: ctypes.Array[ctypes.c_void_p]
+    view_src: int | None
+    view_offs: int
+    name: bytes
+
+
+Tensor._fields_ = [
+    ("type", ctypes.c_int32),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * MAX_DIMS),
+    ("nb", ctypes.c_size_t * MAX_DIMS),
+    ("op", ctypes.c_int32),
+    ("op_params", ctypes.c_int32 * 16),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.c_void_p * MAX_SRC),
+    ("view_src", ctypes.c_void_p),
+    ("view_offs", ctypes.c_size_t),
+    ("data", ctypes.c_void_p),
+    ("name", ctypes.c_char * 64),
+    ("extra", ctypes.c_void_p),
+    ("padding", ctypes.c_char * 8),
+]
+
+
+class Ggml:
+    """libggml-base: operation names, type names and tensor data."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.ggml_tensor_overhead.restype = ctypes.c_size_t
+        expected = ctypes.sizeof(Tensor) + OBJECT_SIZE
+        found = library.ggml_tensor_overhead()
+        if found != expected:
+            raise EngineError(
+                f"this llama-cpp-python keeps {found} bytes per ggml tensor where {expected} are "
+                "known, so its tensors would be misread. Install a version that pytest-kvgate "
+                "supports: pip install 'pytest-kvgate[llama]'"
+            )
+        for function in ("ggml_op_name", "ggml_unary_op_name", "ggml_type_name"):
+            getattr(library, function).restype = ctypes.c_char_p
+            getattr(library, function).argtypes = [ctypes.c_int]
+        library.ggml_get_unary_op.argtypes = [ctypes.c_void_p]
+        library.ggml_type_size.restype = ctypes.c_size_t
+        library.ggml_type_size.argtypes = [ctypes.c_int]
+        library.ggml_row_size.restype = ctypes.c_size_t
+        library.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+        library.ggml_backend_tensor_get.restype = None
+        library.ggml_backend_tensor_get.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_size_t,
+        ]
+        self._op_names: dict[int, str] = {}
+
+    def op(self, tensor: Tensor) -> str:
+        """Return the operation's name; numbers change between versions, names do not."""
+        number = tensor.op
+        if number not in self._op_names:
+            self._op_names[number] = self._library.ggml_op_name(number).decode()
+        return self._op_names[number]
+
+    def unary_op(self, tensor: Tensor) -> str:
+        """Return which unary operation a ``UNARY`` node applies."""
+        number = self._library.ggml_get_unary_op(ctypes.byref(tensor))
+        return str(self._library.ggml_unary_op_name(number).decode())
+
+    def type_name(self, number: int) -> str:
+        """Return a data type's name, such as ``f16`` or ``q8_0``."""
+        return str(self._library.ggml_type_name(number).decode())
+
+    def type_number(self, name: str) -> int:
+        """Return the number of a data type, looked up by name."""
+        for number in range(64):
+            found = self._library.ggml_type_name(number)
+            if found is not None and found.decode() == name:
+                return number
+        raise EngineError(f"this llama-cpp-python knows no data type {name!r}.")
+
+    def read(self, tensor: Tensor, n_row: int | None = None) -> FloatArray:
+        """Read a tensor as ``[ne2, ne1, ne0]``: float16 where stored so, else float32.
+
+        ``n_row`` reads only the first so many along ``ne1``. Quantized rows are dequantized.
+
+        Raises:
+            EngineError: the tensor has more than three dimensions, or its rows are scattered.
+        """
+        if tensor.nb[0] != self._library.ggml_type_size(tensor.type):
+            raise EngineError(f"tensor {tensor.name.decode()!r} has rows that are not contiguous.")
+        if tensor.ne[3] != 1:
+            raise EngineError(
+                f"tensor {tensor.name.decode()!r} holds {tensor.ne[3]} streams; 1 is supported."
+            )
+        rows = tensor.ne[1] if n_row is None else n_row
+        row_size = self._library.ggml_row_size(tensor.type, tensor.ne[0])
+        span = (rows - 1) * tensor.nb[1] + (tensor.ne[2] - 1) * tensor.nb[2] + row_size
+        raw = np.empty(span, dtype=np.uint8)
+        self._library.ggml_backend_tensor_get(
+            ctypes.byref(tensor), raw.ctypes.data_as(ctypes.c_void_p), 0, span
+        )
+        strided = np.lib.stride_tricks.as_strided(
+            raw, (tensor.ne[2], rows, row_size), (tensor.nb[2], tensor.nb[1], 1), writeable=False
+        )
+        return decode_rows(np.ascontiguousarray(strided), self.type_name(tensor.type))
+
+
+def source(tensor: Tensor, position: int) -> Tensor | None:
+    """Return an operand of a node, or None."""
+    address = tensor.src[position]
+    return Tensor.from_address(address) if address else None
+
+
+def float_params(tensor: Tensor) -> NDArray[np.float32]:
+    """Return ``op_params`` read as 16 float32 numbers."""
+    return np.frombuffer(tensor.op_params, dtype=np.float32)
+
+
+def decode_rows(raw: NDArray[np.uint8], type_name: str) -> FloatArray:
+    """Turn bytes ``[..., row_size]`` of a ggml type into float16 (where stored so) or float32."""
+    if type_name == "f32":
+        return raw.view(np.float32)
+    if type_name == "f16":
+        return raw.view(np.float16)
+    from gguf import GGMLQuantizationType, quants  # noqa: PLC0415 - only an extra brings it
+
+    values: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType[type_name.upper()])
+    return values
+
+
+@cache
+def load_ggml() -> Ggml:
+    """Load libggml-base from the installed llama-cpp-python."""
+    try:
+        import llama_cpp  # noqa: PLC0415
+        from llama_cpp._ctypes_extensions import load_shared_library  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise EngineMissingError(error.name or "llama_cpp") from error
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")  # honoured by llama-cpp-python itself
+    folder = Path(override) if override else Path(llama_cpp.__file__).parent / "lib"
+    return Ggml(load_shared_library("ggml-base", folder))

@@ -1,0 +1,228 @@
+"""One model loaded in this process: tokenize, prefill, decode greedily."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.engine.attention import AttentionHook
+from pytest_kvgate.engine.errors import EngineError, EngineMissingError
+from pytest_kvgate.engine.ggml import load_ggml
+
+#: Logits of one prefill batch (context × batch × heads, float32) are kept below this many bytes.
+PREFILL_BYTES = 256 * 2**20
+LARGEST_BATCH = 512
+SMALLEST_BATCH = 32
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How to run the model: GPU layers, CPU threads, and the K cache's data type."""
+
+    n_gpu_layers: int = 0
+    n_threads: int | None = None
+    cache_type_k: str = "f16"
+
+
+def check_model_file(path: Path) -> None:
+    """Raise EngineError unless ``path`` is a file that begins like a GGUF model."""
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise EngineError(f"model {path} {found}; a GGUF file is needed.")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise EngineError(
+            f"model {path} begins with {magic!r} and not with b'GGUF', so it is not a GGUF file. "
+            "Convert it with llama.cpp's convert_hf_to_gguf.py, or check the download."
+        )
+
+
+class Engine:
+    """A loaded model with one sequence in its KV cache; use it as a context manager."""
+
+    def __init__(self, path: Path, settings: EngineSettings) -> None:
+        check_model_file(path)
+        self._llama = _import_llama()
+        self._ggml = load_ggml()
+        self._settings = settings
+        self._log = _LogTail(self._llama)
+        self._context: Any = None
+        self._path = path
+        self.hook = AttentionHook(self._ggml)
+        self._callback = self._llama.ggml_backend_sched_eval_callback(self.hook)
+        with self._log:
+            params = self._llama.llama_model_default_params()
+            params.n_gpu_layers = settings.n_gpu_layers
+            self._model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise EngineError(
+                f"llama.cpp could not load {path}; the file may be truncated or of an architecture "
+                f"this version does not know. Its last words:\n{self._log.tail()}"
+            )
+        self._vocab = self._llama.llama_model_get_vocab(self._model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        with self._log:
+            if self._context:
+                self._llama.llama_free(self._context)
+                self._context = None
+            if self._model:
+                self._llama.llama_model_free(self._model)
+                self._model = None
+
+    @property
+    def version(self) -> str:
+        """The version of llama-cpp-python."""
+        return str(self._llama.__version__)
+
+    @property
+    def trained_context(self) -> int:
+        """The context the model was trained with, in tokens."""
+        return int(self._llama.llama_model_n_ctx_train(self._model))
+
+    @property
+    def sliding_window(self) -> int:
+        """The sliding window that some of the layers have, in tokens; 0 for none."""
+        return int(self._llama.llama_model_n_swa(self._model))
+
+    @property
+    def is_causal_decoder(self) -> bool:
+        """Whether the model decodes token by token over a cache."""
+        llama = self._llama
+        return bool(
+            llama.llama_model_has_decoder(self._model)
+            and not llama.llama_model_has_encoder(self._model)
+            and not llama.llama_model_is_diffusion(self._model)
+        )
+
+    def metadata(self, key: str) -> str | None:
+        """Return one metadata value as text, or None."""
+        buffer = ctypes.create_string_buffer(256)
+        length = self._llama.llama_model_meta_val_str(
+            self._model, key.encode(), buffer, len(buffer)
+        )
+        return buffer.value.decode(errors="replace") if length >= 0 else None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Turn plain text into token ids, with the model's own leading token."""
+        data = text.encode()
+        room = len(data) + 8
+        tokens = (self._llama.llama_token * room)()
+        with self._log:
+            count = self._llama.llama_tokenize(
+                self._vocab, data, len(data), tokens, room, True, False
+            )
+        if count < 0:
+            raise EngineError(f"llama.cpp could not tokenize the prompt ({count}).")
+        return list(tokens[:count])
+
+    def is_end_of_text(self, token: int) -> bool:
+        """Whether the model ends its turn with this token."""
+        return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
+
+    def start(self, n_context: int) -> None:
+        """Make an empty cache of ``n_context`` cells, attention unfused so that softmax shows."""
+        llama = self._llama
+        params = llama.llama_context_default_params()
+        params.n_ctx = n_context
+        params.n_batch = LARGEST_BATCH
+        params.n_ubatch = self._batch_size(n_context)
+        params.n_threads = params.n_threads_batch = self._settings.n_threads or _available_cpus()
+        params.flash_attn_type = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.type_k = self._ggml.type_number(self._settings.cache_type_k)
+        params.swa_full = True  # windowed layers keep every row, so that row j is position j
+        params.cb_eval = self._callback
+        with self._log:
+            self._context = llama.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise EngineError(
+                f"llama.cpp could not make a context of {n_context} tokens for {self._path} with "
+                f"a {self._settings.cache_type_k} K cache. Its last words:\n{self._log.tail()}"
+            )
+
+    def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Append tokens to the sequence; return the logits ``[n_vocab]`` after the last one."""
+        llama = self._llama
+        for start in range(0, len(tokens), LARGEST_BATCH):
+            part = tokens[start : start + LARGEST_BATCH]
+            array = (llama.llama_token * len(part))(*part)  # the batch points into it
+            batch = llama.llama_batch_get_one(array, len(part))
+            with self._log:
+                status = llama.llama_decode(self._context, batch)
+            self.hook.raise_pending()
+            if status:
+                raise EngineError(
+                    f"llama.cpp could not decode ({status}). Its last words:\n{self._log.tail()}"
+                )
+        n_vocab = llama.llama_vocab_n_tokens(self._vocab)
+        logits = llama.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(logits, shape=(n_vocab,)).copy()
+
+    def _batch_size(self, n_context: int) -> int:
+        """Return the largest power of two whose attention logits stay within `PREFILL_BYTES`."""
+        n_head = max(1, self._llama.llama_model_n_head(self._model))
+        fitting = PREFILL_BYTES // (4 * n_head * max(1, n_context))
+        size = 1 << max(0, int(fitting).bit_length() - 1)
+        return min(LARGEST_BATCH, max(SMALLEST_BATCH, size))
+
+
+class _LogTail:
+    """Keeps llama.cpp's last log lines instead of printing them; active as a context manager."""
+
+    def __init__(self, llama: ModuleType, n_lines: int = 12) -> None:
+        self._llama = llama
+        self._chunks: deque[str] = deque(maxlen=n_lines)
+        self._callback = llama.llama_log_callback(self._keep)
+
+    def __enter__(self) -> None:
+        self._llama.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def __exit__(self, *_exception: object) -> None:
+        from llama_cpp import _logger  # noqa: PLC0415
+
+        self._llama.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+
+    def tail(self) -> str:
+        """Return the last lines."""
+        return "".join(self._chunks).strip() or "(nothing)"
+
+    def _keep(self, _level: int, text: bytes, _user_data: object) -> None:
+        self._chunks.append(text.decode(errors="replace"))
+
+
+def _available_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _import_llama() -> ModuleType:
+    try:
+        import gguf  # noqa: F401, PLC0415
+        import llama_cpp  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise EngineMissingError(error.name or "llama_cpp") from error
+    module: ModuleType = llama_cpp
+    return module

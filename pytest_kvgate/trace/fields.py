@@ -1,0 +1,92 @@
+"""Typed access to the fields of trace.json, whose errors say file, field, value and remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_kvgate.trace.errors import TraceError
+
+
+@dataclass(frozen=True)
+class Fields:
+    """One JSON object of ``file``; ``where`` is its path inside, e.g. ``layers[3]``."""
+
+    file: Path
+    where: str
+    values: Mapping[str, Any]
+
+    def error(self, key: str, found: str, accepted: str) -> TraceError:
+        """Say what was found under ``key`` and what is accepted."""
+        field = f"{self.where}.{key}" if self.where else key
+        return TraceError(f"{self.file}: field {field!r} is {found}; accepted: {accepted}.")
+
+    def value(self, key: str) -> Any:  # noqa: ANN401 - a JSON value
+        """Return the raw value under ``key``."""
+        if key not in self.values:
+            raise self.error(key, "missing", "a value, or null where it is optional")
+        return self.values[key]
+
+    def text(self, key: str) -> str:
+        """Return a non-empty string."""
+        value = self.value(key)
+        if not isinstance(value, str) or not value:
+            raise self.error(key, repr(value), "a non-empty string")
+        return value
+
+    def integer(self, key: str, *, minimum: int, maximum: int | None = None) -> int:
+        """Return a whole number inside the bounds."""
+        value = self.value(key)
+        within = isinstance(value, int) and not isinstance(value, bool)
+        if not within or value < minimum or (maximum is not None and value > maximum):
+            top = "" if maximum is None else f" to {maximum}"
+            raise self.error(key, repr(value), f"a whole number from {minimum}{top}")
+        return int(value)
+
+    def integer_or_none(self, key: str, *, minimum: int) -> int | None:
+        """Return a whole number, or None for null."""
+        return None if self.value(key) is None else self.integer(key, minimum=minimum)
+
+    def number(self, key: str, *, positive: bool = False) -> float:
+        """Return a finite number."""
+        value = self.value(key)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(value) or (positive and value <= 0):
+            raise self.error(key, repr(value), f"a finite{' positive' * positive} number")
+        return float(value)
+
+    def number_or_none(self, key: str, *, positive: bool = False) -> float | None:
+        """Return a finite number, or None for null."""
+        return None if self.value(key) is None else self.number(key, positive=positive)
+
+    def numbers_or_none(self, key: str) -> tuple[float, ...] | None:
+        """Return a list of finite numbers, or None for null."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.error(key, repr(value), "null or a list of numbers")
+        keyed = {str(position): item for position, item in enumerate(value)}
+        numbers = Fields(self.file, f"{self.where}.{key}", keyed)
+        return tuple(numbers.number(position) for position in keyed)
+
+    def child(self, key: str) -> Fields:
+        """Return the object under ``key``."""
+        value = self.value(key)
+        if not isinstance(value, dict):
+            raise self.error(key, repr(value), "a JSON object")
+        return Fields(self.file, f"{self.where}.{key}" if self.where else key, value)
+
+    def children(self, key: str) -> tuple[Fields, ...]:
+        """Return the non-empty list of objects under ``key``."""
+        value = self.value(key)
+        if not isinstance(value, list) or not value:
+            raise self.error(key, repr(value), "a non-empty list of objects")
+        for position, item in enumerate(value):
+            if not isinstance(item, dict):
+                raise self.error(f"{key}[{position}]", repr(item), "a JSON object")
+        return tuple(Fields(self.file, f"{key}[{i}]", item) for i, item in enumerate(value))
+

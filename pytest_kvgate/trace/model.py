@@ -1,0 +1,122 @@
+"""The trace in memory: frozen dataclasses over memory-mapped arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA = "kvgate-trace/1"
+
+FloatArray = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One sampled decode step.
+
+    ``decode_index`` counts decode steps from 0. ``n_visible`` is the number of positions the
+    query sees, its own included, so the query sits at position ``n_visible - 1``.
+    """
+
+    decode_index: int
+    n_visible: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one KV-carrying layer read.
+
+    ``k`` is ``[n_head_kv, n_token, head_dim]`` float16 or float32, after RoPE and the cache's
+    rounding, row ``j`` = position ``j``. ``q`` is ``[n_step, n_head, head_dim]`` float32. ``v`` is
+    like ``k`` or None; ``sinks`` is ``[n_head]`` float32 logits or None. ``window`` is the sliding
+    window in tokens, None for a layer that attends to the whole context.
+    """
+
+    index: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    alibi_slopes: tuple[float, ...] | None
+    window: int | None
+    n_rot: int
+    k: FloatArray
+    q: FloatArray
+    v: FloatArray | None = None
+    sinks: FloatArray | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (the GQA group)."""
+        return self.n_head // self.n_head_kv
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far the recomputed attention lies from the model's own.
+
+    ``max_abs_error`` is the worst absolute difference of one attention weight, ``tolerance`` the
+    largest that is accepted, ``reference`` what it was compared with.
+    """
+
+    max_abs_error: float
+    tolerance: float
+    reference: str
+    status: Literal["passed", "failed"]
+
+    @classmethod
+    def of(cls, max_abs_error: float, tolerance: float, reference: str) -> Verification:
+        """Judge an error; an error that is not a number has failed."""
+        passed = math.isfinite(max_abs_error) and max_abs_error <= tolerance
+        return cls(max_abs_error, tolerance, reference, "passed" if passed else "failed")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model's own softmax at some sampled steps, to verify a capture against.
+
+    ``steps`` are indices into ``Trace.steps``. ``softmax[layer][i]`` is a path to an ``.npy`` file
+    with ``[n_head, n_visible]`` float32, the weights the engine computed for layer position
+    ``layer`` (into ``Trace.layers``) at step ``steps[i]``. ``queries`` maps the name of a rounding
+    to one ``[len(steps), n_head, head_dim]`` float32 array per layer: q as the engine's matrix
+    product may have rounded it, in the basis of the trace's K.
+    """
+
+    steps: tuple[int, ...]
+    softmax: tuple[tuple[Path, ...], ...]
+    queries: Mapping[str, tuple[FloatArray, ...]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A ``kvgate-trace/1`` directory, validated and memory-mapped."""
+
+    directory: Path
+    model: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    capture: Mapping[str, Any]
+    layers: tuple[Layer, ...]
+    steps: tuple[Step, ...]
+    verification: Verification | None
+
+    @property
+    def n_context(self) -> int:
+        """Positions visible at the last sampled step, in tokens."""
+        return self.steps[-1].n_visible
+
+    @property
+    def label(self) -> str:
+        """The model and the workload by name, for tables."""
+        return f"{self.model['name']} · {self.workload['name']}"
+
+    @property
+    def paged_layers(self) -> tuple[Layer, ...]:
+        """The layers that paging is about: those without a sliding window."""
+        return tuple(layer for layer in self.layers if layer.window is None)

@@ -1,0 +1,178 @@
+"""Read a trace directory; all of it is validated before any of it is used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pytest_kvgate.trace.errors import TraceError
+from pytest_kvgate.trace.fields import Fields
+from pytest_kvgate.trace.model import SCHEMA, FloatArray, Layer, Step, Trace, Verification
+
+
+def load_trace(directory: str | Path) -> Trace:
+    """Load and validate a ``kvgate-trace/1`` directory.
+
+    Arrays are memory-mapped read-only and never unpickled.
+
+    Raises:
+        TraceError: something is missing, malformed or inconsistent; nothing is half-loaded.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        found = "is a file" if directory.exists() else "does not exist"
+        raise TraceError(
+            f"{directory}: a trace is a folder with trace.json and layers/, and this {found}."
+        )
+    document = _read_document(directory / "trace.json")
+    steps = _steps(document)
+    model = document.child("model")
+    for key in ("name", "architecture"):
+        model.text(key)
+    workload = document.child("workload")
+    workload.text("name")
+    layers = tuple(_layer(directory, fields, steps) for fields in document.children("layers"))
+    indices = [layer.index for layer in layers]
+    if len(set(indices)) != len(indices):
+        raise document.error("layers", f"indices {indices}", "each layer index once")
+    return Trace(
+        directory=directory,
+        model=dict(model.values),
+        workload=dict(workload.values),
+        capture=dict(document.child("capture").values),
+        layers=layers,
+        steps=steps,
+        verification=_verification(document),
+    )
+
+
+def _read_document(path: Path) -> Fields:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TraceError(
+            f"{path.parent}: trace.json is missing, so this is not a {SCHEMA} directory. "
+            "Capture it again with --kvgate-save."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}.") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TraceError(
+            f"{path}: is not valid JSON ({error}). An interrupted copy leaves such a file; "
+            "copy or capture the trace again."
+        ) from error
+    if not isinstance(values, dict):
+        raise TraceError(f"{path}: holds a JSON {type(values).__name__}; an object is needed.")
+    document = Fields(path, "", values)
+    schema = document.text("schema")
+    if schema != SCHEMA:
+        raise document.error("schema", repr(schema), f"{SCHEMA!r}, the only format read here")
+    return document
+
+
+def _steps(document: Fields) -> tuple[Step, ...]:
+    steps = tuple(
+        Step(fields.integer("decode_index", minimum=0), fields.integer("n_visible", minimum=1))
+        for fields in document.children("steps")
+    )
+    for before, after in zip(steps, steps[1:], strict=False):
+        if after.decode_index <= before.decode_index or after.n_visible <= before.n_visible:
+            raise document.error(
+                "steps",
+                f"step (decode_index {after.decode_index}, n_visible {after.n_visible}) after "
+                f"(decode_index {before.decode_index}, n_visible {before.n_visible})",
+                "steps in strictly increasing order",
+            )
+    return steps
+
+
+def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
+    index = fields.integer("index", minimum=0)
+    n_head = fields.integer("n_head", minimum=1)
+    n_head_kv = fields.integer("n_head_kv", minimum=1)
+    head_dim = fields.integer("head_dim", minimum=1)
+    if n_head % n_head_kv:
+        raise fields.error(
+            "n_head", f"{n_head} with n_head_kv {n_head_kv}", "a multiple of n_head_kv"
+        )
+    slopes = fields.numbers_or_none("alibi_slopes")
+    if slopes is not None and len(slopes) != n_head:
+        raise fields.error("alibi_slopes", f"{len(slopes)} slopes", f"one per head, {n_head}")
+    folder = directory / "layers" / f"{index:03d}"
+    k = _array(folder / "k.npy", (n_head_kv, None, head_dim), ("float16", "float32"))
+    if k.shape[1] < steps[-1].n_visible:
+        raise TraceError(
+            f"{folder / 'k.npy'}: holds {k.shape[1]} tokens, but the last step sees "
+            f"{steps[-1].n_visible}. Every visible position needs a row; capture it again."
+        )
+    v_path, sinks_path = folder / "v.npy", folder / "sinks.npy"
+    v = None
+    if v_path.exists():
+        v = _array(v_path, (n_head_kv, k.shape[1], None), ("float16", "float32"))
+    sinks = None
+    if sinks_path.exists():
+        sinks = _array(sinks_path, (n_head,), ("float32",))
+        if not np.isfinite(sinks).all():
+            raise TraceError(f"{sinks_path}: holds a value that is not finite.")
+    return Layer(
+        index=index,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        scale=fields.number("scale", positive=True),
+        softcap=fields.number_or_none("softcap", positive=True),
+        alibi_slopes=slopes,
+        window=fields.integer_or_none("window", minimum=1),
+        n_rot=fields.integer("n_rot", minimum=0, maximum=head_dim),
+        k=k,
+        q=_array(folder / "q.npy", (len(steps), n_head, head_dim), ("float32",)),
+        v=v,
+        sinks=sinks,
+    )
+
+
+def _array(path: Path, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> FloatArray:
+    """Memory-map one ``.npy`` file; None in ``shape`` accepts any length."""
+    try:
+        array: FloatArray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise TraceError(
+            f"{path}: is missing. The trace is incomplete; copy or capture it again."
+        ) from None
+    except (OSError, ValueError, EOFError) as error:
+        raise TraceError(
+            f"{path}: is not a whole .npy file ({error}). Copy or capture the trace again."
+        ) from error
+    fits = array.ndim == len(shape) and all(
+        want in (None, got) for want, got in zip(shape, array.shape, strict=False)
+    )
+    if not fits or array.dtype.name not in dtypes or not array.dtype.isnative:
+        wanted = ", ".join("any" if length is None else str(length) for length in shape)
+        raise TraceError(
+            f"{path}: holds {array.dtype} of shape {array.shape}; trace.json asks for "
+            f"{' or '.join(dtypes)} of shape ({wanted})."
+        )
+    return array
+
+
+def _verification(document: Fields) -> Verification | None:
+    if document.value("verification") is None:
+        return None
+    fields = document.child("verification")
+    status = fields.text("status")
+    recorded: Any = fields.value("max_abs_error")
+    # A capture whose softmax was not a number is recorded with a null error, and has failed.
+    error = float("nan") if recorded is None else fields.number("max_abs_error")
+    judged = Verification.of(error, fields.number("tolerance"), fields.text("reference"))
+    if status != judged.status:
+        raise fields.error(
+            "status",
+            f"{status!r} with max_abs_error {error:g} and tolerance {judged.tolerance:g}",
+            f"{judged.status!r}, which is what these two numbers say",
+        )
+    return judged
