@@ -1,13 +1,20 @@
 """Numpy only: attention masses, pages, selectors, coverage and verification of a trace."""
 
 from pytest_kvgate.analysis.pages import PageGrid
-from pytest_kvgate.analysis.profile import Profile, UndefinedError, pool, profile_trace
+from pytest_kvgate.analysis.profile import (
+    NotMeasuredError,
+    Profile,
+    UndefinedError,
+    pool,
+    profile_trace,
+)
 from pytest_kvgate.analysis.selectors import SELECTORS
 from pytest_kvgate.analysis.verification import SOFTMAX_TOLERANCE, verify_softmax
 
 __all__ = [
     "SELECTORS",
     "SOFTMAX_TOLERANCE",
+    "NotMeasuredError",
     "PageGrid",
     "Profile",
     "UndefinedError",

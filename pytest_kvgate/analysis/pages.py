@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 #: Budgets 0.001, 0.002, … 1.000: where a required budget is looked for.
-REQUIRED_BUDGET_GRID = tuple(step / 1000 for step in range(1, 1001))
+BUDGET_GRID = tuple(step / 1000 for step in range(1, 1001))
 
 
 def exact(value: float) -> Fraction:

@@ -9,12 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis.coverage import layer_units
-from pytest_kvgate.analysis.pages import REQUIRED_BUDGET_GRID, PageGrid, percent
+from pytest_kvgate.analysis.pages import BUDGET_GRID, PageGrid, percent
 from pytest_kvgate.trace import Trace, TraceError
 
 
 class UndefinedError(ValueError):
     """A number that the definitions leave undefined; the message says why."""
+
+
+class NotMeasuredError(LookupError):
+    """A selector or a budget that this profile does not hold; the message says how to get it."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Profile:
     layer index; ``eligible_mass`` (the eligible share of the mass on real tokens), ``support`` and
     ``hottest`` are means over the unit's query heads. ``covered`` and ``total`` are
     ``[n_selector, n_budget, n_unit]`` float64, NaN where the budget is below one page.
-    ``required_curve`` is ``[n_selector, 1000]``: mean coverage on the grid of required budgets.
+    ``covered_curve`` and ``total_curve`` are ``[n_selector, 1000]``: the means over units at each
+    budget of ``BUDGET_GRID``, where a budget below one page counts as selecting nothing.
     """
 
     traces: tuple[Trace, ...]
@@ -38,7 +43,8 @@ class Profile:
     hottest: NDArray[np.float64]
     covered: NDArray[np.float64]
     total: NDArray[np.float64]
-    required_curve: NDArray[np.float64]
+    covered_curve: NDArray[np.float64]
+    total_curve: NDArray[np.float64]
     skipped_units: int
 
     @property
@@ -49,22 +55,36 @@ class Profile:
     def coverage(self, selector: str, budget: float) -> float:
         """Return coverage@budget of a selector: a mean over units, from 0 to 1.
 
+        Any budget that was asked for can be looked up, and any multiple of 0.1%.
+
         Raises:
-            KeyError: the selector or the budget was not measured; the message lists what was.
+            NotMeasuredError: the selector or the budget was not measured.
             UndefinedError: the budget is below one page at a sampled step, or no unit counts.
         """
-        return self._mean(self.covered, selector, budget)
+        return self._mean(self.covered, self.covered_curve, selector, budget)
 
     def total_mass(self, selector: str, budget: float) -> float:
         """Return (free + selected) / all mass on real tokens: a mean over units, from 0 to 1.
 
-        Raises as `coverage` does.
+        Looks up and raises as `coverage` does.
         """
-        return self._mean(self.total, selector, budget)
+        return self._mean(self.total, self.total_curve, selector, budget)
 
-    def layer_coverage(self, layer: int, selector: str, budget: float) -> float:
-        """Return coverage@budget in one layer; raises as `coverage` does."""
-        return self._mean(self.covered[:, :, self.layer == layer], selector, budget)
+    def layer_coverage(self, selector: str, budget: float) -> dict[int, float]:
+        """Return coverage@budget per layer index.
+
+        Raises:
+            NotMeasuredError: the selector was not measured, or the budget was not asked for.
+            UndefinedError: as in `coverage`.
+        """
+        row = self._selector(selector)
+        if budget not in self.budgets:
+            raise NotMeasuredError(self._unknown_budget(budget, self.budgets))
+        self._require_defined(budget)
+        units = self.covered[row, self.budgets.index(budget)]
+        return {
+            int(layer): float(units[self.layer == layer].mean()) for layer in np.unique(self.layer)
+        }
 
     def required_budget(self, selector: str, coverage: float) -> float | None:
         """Return the smallest budget on the 0.1% grid at which mean coverage reaches ``coverage``.
@@ -72,11 +92,10 @@ class Profile:
         A budget below one page counts as 0 here. None: no budget reaches it.
 
         Raises:
-            KeyError: the selector was not measured.
+            NotMeasuredError: the selector was not measured.
         """
-        curve = self.required_curve[self._position(self.selectors, selector, "selector")]
-        reached = np.flatnonzero(curve >= coverage)
-        return REQUIRED_BUDGET_GRID[reached[0]] if len(reached) else None
+        reached = np.flatnonzero(self.covered_curve[self._selector(selector)] >= coverage)
+        return BUDGET_GRID[reached[0]] if len(reached) else None
 
     def undefined_reason(self, budget: float) -> str | None:
         """Say why coverage at this budget is undefined, or return None where it is defined."""
@@ -88,23 +107,41 @@ class Profile:
             return None
         return f"{self.grid.shortfall(budget, n_visible)} ({shortest.label})"
 
-    def _mean(self, values: NDArray[np.float64], selector: str, budget: float) -> float:
-        row = self._position(self.selectors, selector, "selector")
-        column = self._position(self.budgets, budget, "budget")
+    def _mean(
+        self,
+        units: NDArray[np.float64],
+        curve: NDArray[np.float64],
+        selector: str,
+        budget: float,
+    ) -> float:
+        row = self._selector(selector)
+        if budget in self.budgets:
+            self._require_defined(budget)
+            return float(units[row, self.budgets.index(budget)].mean())
+        if budget in BUDGET_GRID:
+            self._require_defined(budget)
+            return float(curve[row, BUDGET_GRID.index(budget)])
+        raise NotMeasuredError(self._unknown_budget(budget, self.budgets))
+
+    def _selector(self, selector: str) -> int:
+        if selector not in self.selectors:
+            raise NotMeasuredError(
+                f"selector {selector!r} was not measured; measured: {', '.join(self.selectors)}. "
+                "Add it to --kvgate-selectors."
+            )
+        return self.selectors.index(selector)
+
+    def _require_defined(self, budget: float) -> None:
         reason = self.undefined_reason(budget)
         if reason is not None:
             raise UndefinedError(f"coverage at a budget of {percent(budget)} is undefined: {reason}.")
-        return float(values[row, column].mean())
 
     @staticmethod
-    def _position(measured: tuple[object, ...], wanted: object, kind: str) -> int:
-        if wanted not in measured:
-            listed = ", ".join(str(item) for item in measured)
-            raise KeyError(
-                f"{kind} {wanted!r} was not measured; measured: {listed}. "
-                f"Add it to --kvgate-{kind}s."
-            )
-        return measured.index(wanted)
+    def _unknown_budget(budget: object, budgets: tuple[float, ...]) -> str:
+        return (
+            f"budget {budget!r} was not measured; measured: multiples of 0.001 up to 1, and "
+            f"{', '.join(str(item) for item in budgets)}. Add it to --kvgate-budgets."
+        )
 
 
 def profile_trace(
@@ -120,14 +157,15 @@ def profile_trace(
     _require_pages(trace, grid)
     pages = {step.n_visible: grid.pages_for_all(budgets, step.n_visible) for step in trace.steps}
     grid_pages = {
-        step.n_visible: grid.pages_for_all(REQUIRED_BUDGET_GRID, step.n_visible)
+        step.n_visible: grid.pages_for_all(BUDGET_GRID, step.n_visible)
         for step in trace.steps
     }
     layers: list[int] = []
     shapes: list[tuple[float, float, float]] = []
     covered: list[NDArray[np.float64]] = []
     total: list[NDArray[np.float64]] = []
-    required = np.zeros((len(selectors), len(REQUIRED_BUDGET_GRID)))
+    covered_curve = np.zeros((len(selectors), len(BUDGET_GRID)))
+    total_curve = np.zeros_like(covered_curve)
     skipped = 0
     for layer in trace.paged_layers:
         for unit in layer_units(layer, trace.steps, grid, selectors):
@@ -139,8 +177,14 @@ def profile_trace(
             shares[:, k == 0] = np.nan
             covered.append(shares)
             total.append(unit.total_mass(shares))
-            for row, name in enumerate(selectors):
-                required[row] += unit.coverage(name, grid_pages[unit.n_visible], grid.page_size)
+            on_grid = np.array(
+                [
+                    unit.coverage(name, grid_pages[unit.n_visible], grid.page_size)
+                    for name in selectors
+                ]
+            )
+            covered_curve += on_grid
+            total_curve += unit.total_mass(on_grid)
             layers.append(layer.index)
             shapes.append(
                 (unit.eligible_share.mean(), np.nanmean(unit.support), np.nanmean(unit.hottest))
@@ -158,7 +202,8 @@ def profile_trace(
         hottest=shape[:, 2],
         covered=np.moveaxis(np.array(covered).reshape(by_unit), 0, -1),
         total=np.moveaxis(np.array(total).reshape(by_unit), 0, -1),
-        required_curve=required / max(1, len(covered)),
+        covered_curve=covered_curve / max(1, len(covered)),
+        total_curve=total_curve / max(1, len(covered)),
         skipped_units=skipped,
     )
 
@@ -168,8 +213,8 @@ def pool(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     if len(profiles) == 1:
         return first
-    weights = [profile.n_unit for profile in profiles]
-    curves = np.stack([profile.required_curve for profile in profiles])
+    weights = np.array([profile.n_unit for profile in profiles], dtype=np.float64)
+    weights /= max(1.0, weights.sum())
     return Profile(
         traces=tuple(trace for profile in profiles for trace in profile.traces),
         grid=first.grid,
@@ -181,7 +226,8 @@ def pool(profiles: Sequence[Profile]) -> Profile:
         hottest=np.concatenate([profile.hottest for profile in profiles]),
         covered=np.concatenate([profile.covered for profile in profiles], axis=-1),
         total=np.concatenate([profile.total for profile in profiles], axis=-1),
-        required_curve=np.tensordot(weights, curves, axes=1) / max(1, sum(weights)),
+        covered_curve=np.tensordot(weights, [profile.covered_curve for profile in profiles], 1),
+        total_curve=np.tensordot(weights, [profile.total_curve for profile in profiles], 1),
         skipped_units=sum(profile.skipped_units for profile in profiles),
     )
 

@@ -1,0 +1,13 @@
+"""The decision of one team: no KV paging for SmolLM2-135M at a 2% budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvgate import kvgate
+
+
+@pytest.mark.xfail(strict=True, reason="NO-GO")
+@kvgate(budget=0.02, min_coverage=0.95)
+def test_paging_is_worth_building() -> None:
+    """Two percent of the pages, picked by the query, hold 95% of the eligible mass."""

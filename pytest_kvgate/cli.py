@@ -1,0 +1,117 @@
+"""The ``kvgate`` command: capture a trace and profile saved ones, without pytest around it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_kvgate.options import OPTIONS, Option
+
+CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k")
+PROFILE_OPTIONS = ("page-size", "sinks", "recent", "budgets", "selectors", "report")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, or 1 where there was no trace to be had."""
+    from pytest_kvgate.pipeline import EVIDENCE_ERRORS, EvidenceError  # noqa: PLC0415
+
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (*EVIDENCE_ERRORS, EvidenceError) as error:
+        print(f"kvgate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvgate", description="Capture attention traces and profile KV paging on them."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    capture = commands.add_parser("capture", help="capture one prompt on one model into a trace")
+    capture.add_argument("model", type=Path, help="GGUF model")
+    capture.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
+    capture.add_argument("directory", type=Path, help="the trace becomes a folder below this one")
+    capture.set_defaults(run=_capture)
+    profile = commands.add_parser("profile", help="measure saved traces and print the tables")
+    profile.add_argument("traces", type=Path, nargs="+", help="trace folders, pooled per model")
+    profile.set_defaults(run=_profile)
+    for option in OPTIONS:
+        if option.name in CAPTURE_OPTIONS:
+            _add(capture, option)
+        if option.name in PROFILE_OPTIONS:
+            _add(profile, option)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    """Add one of the plugin's options under its short name."""
+
+    def parse(text: str) -> Any:  # noqa: ANN401 - each option has its own type
+        try:
+            return option.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+
+    convert: Callable[[str], Any] = parse
+    parser.add_argument(
+        f"--{option.name}",
+        metavar=option.metavar,
+        help=option.help,
+        type=convert,
+        action="append" if option.repeatable else "store",
+        default=None if option.default is None else option.parse(option.default),
+    )
+
+
+def _capture(parsed: argparse.Namespace) -> None:
+    from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
+    from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
+    from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
+
+    engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
+    settings = CaptureSettings(parsed.steps, parsed.ctx, engine)
+    trace = capture(
+        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
+    )
+    print(trace.directory)
+    checked = trace.verification
+    if checked is not None:
+        print(
+            f"verification {checked.status}: {checked.reference} differs from the model's own by "
+            f"at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
+        )
+
+
+def _profile(parsed: argparse.Namespace) -> None:
+    from pytest_kvgate.analysis import PageGrid, pool, profile_trace  # noqa: PLC0415
+    from pytest_kvgate.pipeline import trace_subjects  # noqa: PLC0415
+    from pytest_kvgate.report.document import (  # noqa: PLC0415
+        profile_document,
+        report_document,
+        write_report,
+    )
+    from pytest_kvgate.report.summary import summary_lines  # noqa: PLC0415
+    from pytest_kvgate.trace import load_trace  # noqa: PLC0415
+
+    grid = PageGrid(parsed.page_size, parsed.sinks, parsed.recent)
+    documents = []
+    for subject in trace_subjects(parsed.traces):
+        alone = [
+            profile_trace(load_trace(source.trace), grid, parsed.budgets, parsed.selectors)
+            for source in subject.sources
+            if source.trace is not None
+        ]
+        documents.append(profile_document(subject.label, pool(alone), alone, ()))
+    for line in summary_lines(documents, [], []):
+        print(line)
+    for target in parsed.report or ():
+        write_report(target.path, report_document({}, documents, []))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

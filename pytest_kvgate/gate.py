@@ -1,0 +1,249 @@
+"""Gates: what must hold of a profile, and the verdict whether it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, Literal
+
+from pytest_kvgate.analysis import SELECTORS, Profile
+from pytest_kvgate.analysis.pages import percent
+from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
+
+#: INVALID: the question cannot be answered from these traces, so the gate does not pass.
+Verdict = Literal["GO", "NO-GO", "INVALID", "NOT EVALUATED"]
+
+ACCEPTED_ARGUMENTS = ("budget", "min_coverage", "selector", "page_size")
+
+
+class GateError(ValueError):
+    """A gate that is not well-formed; the message says which argument and what is accepted."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """At ``budget``, a fraction of the context, coverage must reach ``min_coverage``.
+
+    ``selector`` None asks for the ceiling (oracle) and for landmark. ``page_size`` None takes the
+    session's, in tokens.
+    """
+
+    budget: float
+    min_coverage: float
+    selector: str | None = None
+    page_size: int | None = None
+
+    @property
+    def checked_selectors(self) -> tuple[str, ...]:
+        """The selectors that must reach the threshold, the ceiling first."""
+        return (ORACLE, LANDMARK) if self.selector is None else (self.selector,)
+
+    @property
+    def needed_selectors(self) -> tuple[str, ...]:
+        """The selectors a verdict needs: those checked, and the ceiling to give the reason."""
+        return tuple(dict.fromkeys((ORACLE, *self.checked_selectors)))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One selector's coverage against the threshold."""
+
+    selector: str
+    required: float
+    observed: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the threshold is reached; an undefined observation never is."""
+        return self.observed is not None and self.observed >= self.required
+
+    @property
+    def margin(self) -> float | None:
+        """Observed minus required."""
+        return None if self.observed is None else self.observed - self.required
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """A gate's verdict on one model, with the reason in words.
+
+    ``others`` is the coverage of the other measured selectors at the gate's budget,
+    ``worst_layers`` the layers where the deciding selector holds least, and ``notes`` what a reader
+    must know beside the verdict.
+    """
+
+    gate_id: str
+    subject: str
+    gate: Gate
+    page_size: int | None
+    checks: tuple[Check, ...]
+    verdict: Verdict
+    reason: str
+    others: Mapping[str, float]
+    worst_layers: tuple[tuple[int, float], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def deciding(self) -> Check:
+        """The first check that missed, else the tightest one."""
+        missed = [check for check in self.checks if not check.passed]
+        return missed[0] if missed else min(self.checks, key=lambda check: check.margin or 0.0)
+
+
+def gate_from_arguments(arguments: tuple[object, ...], keywords: Mapping[str, Any]) -> Gate:
+    """Build a gate from the arguments of ``@kvgate(...)``.
+
+    Raises:
+        GateError: an argument is positional, unknown, missing, or outside its range.
+    """
+    accepted = ", ".join(ACCEPTED_ARGUMENTS)
+    if arguments:
+        raise GateError(
+            f"kvgate() got the positional argument {arguments[0]!r}; name every argument, "
+            f"as in kvgate(budget=0.02, min_coverage=0.95). Accepted: {accepted}."
+        )
+    unknown = [name for name in keywords if name not in ACCEPTED_ARGUMENTS]
+    if unknown:
+        raise GateError(f"kvgate() got an unknown argument {unknown[0]!r}. Accepted: {accepted}.")
+    missing = [name for name in ("budget", "min_coverage") if name not in keywords]
+    if missing:
+        raise GateError(
+            f"kvgate() needs {' and '.join(missing)}, as in kvgate(budget=0.02, min_coverage=0.95)."
+        )
+    selector = keywords.get("selector")
+    if selector is not None and selector not in SELECTORS:
+        raise GateError(
+            f"kvgate(selector={selector!r}): there is no such selector. Accepted: "
+            f"{', '.join(SELECTORS)}."
+        )
+    page_size = keywords.get("page_size")
+    whole = isinstance(page_size, int) and not isinstance(page_size, bool) and page_size > 0
+    if page_size is not None and not whole:
+        raise GateError(
+            f"kvgate(page_size={page_size!r}): a page is a whole number of tokens, 1 or more."
+        )
+    return Gate(
+        budget=_fraction("budget", keywords["budget"], "a fraction of the context"),
+        min_coverage=_fraction("min_coverage", keywords["min_coverage"], "a share of the mass"),
+        selector=selector,
+        page_size=page_size,
+    )
+
+
+def decide(gate_id: str, subject: str, gate: Gate, profile: Profile) -> GateResult:
+    """Judge one gate on the pooled profile of one model.
+
+    The profile must hold the gate's budget and `Gate.needed_selectors`, at the gate's page size.
+    """
+    page_size = profile.grid.page_size
+    notes = tuple(_notes(profile))
+    invalid = _invalid_reason(gate, profile)
+    if invalid is not None:
+        return unanswered(gate_id, subject, gate, "INVALID", invalid, page_size, notes)
+    observed = {name: profile.coverage(name, gate.budget) for name in profile.selectors}
+    checks = tuple(
+        Check(name, gate.min_coverage, observed[name]) for name in gate.checked_selectors
+    )
+    missed = [check for check in checks if not check.passed]
+    others = {name: value for name, value in observed.items() if name not in gate.checked_selectors}
+    result = GateResult(
+        gate_id=gate_id,
+        subject=subject,
+        gate=gate,
+        page_size=page_size,
+        checks=checks,
+        verdict="NO-GO" if missed else "GO",
+        reason="",
+        others=others,
+        notes=notes,
+    )
+    layers = profile.layer_coverage(result.deciding.selector, gate.budget)
+    worst = sorted(layers.items(), key=lambda item: (item[1], item[0]))[:3]
+    reason = _missed_reason(gate, profile, observed, missed[0]) if missed else _go_reason(result)
+    return replace(result, reason=reason, worst_layers=tuple(worst))
+
+
+def unanswered(
+    gate_id: str,
+    subject: str,
+    gate: Gate,
+    verdict: Verdict,
+    reason: str,
+    page_size: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> GateResult:
+    """Return the result of a gate that could not be judged, with nothing observed."""
+    checks = tuple(Check(name, gate.min_coverage, None) for name in gate.checked_selectors)
+    return GateResult(
+        gate_id, subject, gate, page_size, checks, verdict, reason, others={}, notes=notes
+    )
+
+
+def _fraction(name: str, value: object, meaning: str) -> float:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    # "not (0 < x <= 1)" also turns away NaN
+    if not number or not 0 < float(value) <= 1:  # type: ignore[arg-type]
+        raise GateError(
+            f"kvgate({name}={value!r}): {name} is {meaning}, a number above 0 and up to 1."
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
+    for trace in profile.traces:
+        verification = trace.verification
+        if verification is not None and verification.status == "failed":
+            return (
+                f"the capture of {trace.label} is not what the model read: recomputed "
+                f"{verification.reference} and the model's own differ by up to "
+                f"{verification.max_abs_error:.2g}, where {verification.tolerance:g} is tolerated. "
+                "None of its numbers can be believed; report it with the model's architecture, the "
+                "cache type and the llama-cpp-python version."
+            )
+    reason = profile.undefined_reason(gate.budget)
+    if reason is None:
+        return None
+    return f"{reason}. Raise the budget, lengthen the prompt, or use smaller pages."
+
+
+def _notes(profile: Profile) -> Iterable[str]:
+    if any(trace.verification is None for trace in profile.traces):
+        yield "unverified trace: never compared with the model's own softmax"
+
+
+def _missed_reason(
+    gate: Gate, profile: Profile, observed: Mapping[str, float], missed: Check
+) -> str:
+    at = f"at a budget of {percent(gate.budget)}"
+    ceiling = observed[ORACLE]
+    if missed.selector != TOKEN_ORACLE and ceiling < gate.min_coverage:
+        return (
+            f"the ceiling is below the threshold: even a perfect selector of "
+            f"{profile.grid.page_size}-token pages holds {ceiling:.4f} of the eligible mass {at}, "
+            f"so no selector can pass. {_enough(profile, ORACLE, gate.min_coverage)}"
+        )
+    others = ", ".join(
+        f"{name} {value:.4f}" for name, value in observed.items() if name != missed.selector
+    )
+    return (
+        f"the selector is the problem: {missed.selector} holds {observed[missed.selector]:.4f} of "
+        f"the eligible mass {at}; the others: {others}. "
+        f"{_enough(profile, missed.selector, gate.min_coverage)}"
+    )
+
+
+def _enough(profile: Profile, selector: str, coverage: float) -> str:
+    budget = profile.required_budget(selector, coverage)
+    subject = "the ceiling" if selector == ORACLE else selector
+    if budget is None:
+        return f"No budget lets {subject} reach {coverage:g}."
+    return f"The smallest budget at which {subject} reaches {coverage:g} is {percent(budget)}."
+
+
+def _go_reason(result: GateResult) -> str:
+    tightest = result.deciding
+    return (
+        f"{tightest.selector} holds {tightest.observed:.4f} of the eligible mass at a budget of "
+        f"{percent(result.gate.budget)}, {tightest.margin:.4f} above the threshold."
+    )

@@ -1,0 +1,198 @@
+"""The line from sources to profiles, shared by the plugin and the command: no pytest here.
+
+A source is a saved trace, or a model with a prompt to capture. A subject is one model: its sources
+are pooled into one profile. Everything is done once and kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pytest_kvgate.analysis import PageGrid, Profile, pool, profile_trace, verify_softmax
+from pytest_kvgate.capture import CaptureError, CaptureSettings, capture, read_prompt
+from pytest_kvgate.engine import EngineError, EngineMissingError, check_model_file
+from pytest_kvgate.trace import Trace, TraceError, load_trace
+
+T = TypeVar("T")
+
+#: What makes evidence unusable; each says why in a sentence.
+EVIDENCE_ERRORS = (CaptureError, EngineError, TraceError)
+
+
+class EvidenceError(RuntimeError):
+    """A trace could not be captured, loaded or measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A saved ``trace``, or a ``model`` and a ``prompt`` to capture."""
+
+    label: str
+    trace: Path | None = None
+    model: Path | None = None
+    prompt: Path | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model, with the sources that say something about it."""
+
+    label: str
+    sources: tuple[Source, ...]
+
+
+def model_subjects(models: Sequence[Path], prompts: Sequence[Path]) -> tuple[Subject, ...]:
+    """Return one subject per model, each with every prompt.
+
+    Raises:
+        EngineError: a file is missing or no GGUF model.
+    """
+    for model in models:
+        check_model_file(model)
+    labels = _distinct([model.stem for model in models])
+    prompt_labels = _distinct([prompt.stem for prompt in prompts])
+    return tuple(
+        Subject(
+            label,
+            tuple(
+                Source(f"{label} · {prompt_label}", model=model, prompt=prompt)
+                for prompt, prompt_label in zip(prompts, prompt_labels, strict=True)
+            ),
+        )
+        for model, label in zip(models, labels, strict=True)
+    )
+
+
+def trace_subjects(directories: Sequence[Path]) -> tuple[Subject, ...]:
+    """Group saved traces by the model and the K cache type they were captured with.
+
+    Raises:
+        TraceError: a trace is not whole.
+    """
+    groups: dict[str, list[tuple[Trace, Path]]] = {}
+    for directory in directories:
+        trace = load_trace(directory)
+        key = json.dumps([trace.model, trace.capture.get("cache_type_k")], sort_keys=True)
+        groups.setdefault(key, []).append((trace, directory))
+    labels = _distinct([str(members[0][0].model["name"]) for members in groups.values()])
+    return tuple(
+        Subject(label, tuple(Source(trace.label, trace=path) for trace, path in members))
+        for label, members in zip(labels, groups.values(), strict=True)
+    )
+
+
+@dataclass
+class Evidence:
+    """Captures and measures on demand, and remembers the outcome, failures too.
+
+    ``folder`` may be shared by several processes (the workers of pytest-xdist): the first one
+    captures, the others wait for it and load what it captured. ``save`` keeps the traces there
+    instead. ``announce`` is told before a capture begins.
+    """
+
+    settings: CaptureSettings
+    grid: PageGrid
+    budgets: tuple[float, ...]
+    selectors: tuple[str, ...]
+    folder: Path
+    save: Path | None = None
+    announce: Callable[[str], None] = lambda _message: None
+    _traces: dict[Source, Trace | EvidenceError] = field(default_factory=dict)
+    _profiles: dict[tuple[Source, int], Profile | EvidenceError] = field(default_factory=dict)
+
+    def trace(self, source: Source) -> Trace:
+        """Return a verified trace.
+
+        Raises:
+            EvidenceError: it could not be captured or loaded, now or before.
+        """
+        if source not in self._traces:
+            self._traces[source] = self._obtain(source)
+        return _unless_error(self._traces[source])
+
+    def alone(self, subject: Subject, page_size: int) -> tuple[Profile, ...]:
+        """Return the profile of each of a subject's sources.
+
+        Raises:
+            EvidenceError: one of them could not be captured, loaded or measured.
+        """
+        return tuple(self._profile(source, page_size) for source in subject.sources)
+
+    def profile(self, subject: Subject, page_size: int) -> Profile:
+        """Return the pooled profile of a subject; raises as `alone` does."""
+        return pool(self.alone(subject, page_size))
+
+    def _profile(self, source: Source, page_size: int) -> Profile:
+        key = (source, page_size)
+        if key not in self._profiles:
+            trace = self.trace(source)
+            grid = PageGrid(page_size, self.grid.sinks, self.grid.recent)
+            try:
+                self._profiles[key] = profile_trace(trace, grid, self.budgets, self.selectors)
+            except EVIDENCE_ERRORS as error:
+                self._profiles[key] = EvidenceError(str(error))
+        return _unless_error(self._profiles[key])
+
+    def _obtain(self, source: Source) -> Trace | EvidenceError:
+        try:
+            if source.trace is not None:
+                return load_trace(source.trace)
+            return self._capture_once(source)
+        except EVIDENCE_ERRORS as error:
+            return EvidenceError(str(error))
+
+    def _capture_once(self, source: Source) -> Trace:
+        assert source.model is not None
+        assert source.prompt is not None
+        try:
+            from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
+        except ModuleNotFoundError as error:
+            raise EngineMissingError("filelock") from error
+        key = hashlib.sha256(f"{source.model}\0{source.prompt}".encode()).hexdigest()[:16]
+        outcome = self.folder / f"{key}.json"
+        with FileLock(self.folder / f"{key}.lock"):
+            if outcome.exists():
+                known = json.loads(outcome.read_text(encoding="utf-8"))
+                if known["error"] is not None:
+                    raise CaptureError(known["error"])
+                return load_trace(known["directory"])
+            self.announce(f"capturing {source.label}")
+            try:
+                trace = capture(
+                    source.model,
+                    read_prompt(source.prompt),
+                    self.settings,
+                    self.save or self.folder,
+                    verify_softmax,
+                )
+            except EVIDENCE_ERRORS as error:
+                _record(outcome, None, str(error))
+                raise
+            _record(outcome, trace.directory, None)
+            return trace
+
+
+def _record(outcome: Path, directory: Path | None, error: str | None) -> None:
+    known = {"directory": None if directory is None else str(directory), "error": error}
+    outcome.write_text(json.dumps(known), encoding="utf-8")
+
+
+def _unless_error(value: T | EvidenceError) -> T:
+    if isinstance(value, EvidenceError):
+        raise value
+    return value
+
+
+def _distinct(labels: list[str]) -> list[str]:
+    """Number labels that repeat, from the second on."""
+    seen: dict[str, int] = {}
+    result = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        result.append(label if seen[label] == 1 else f"{label}-{seen[label]}")
+    return result

@@ -1,0 +1,38 @@
+"""The report of a gate that did not pass: the whole text of the failed test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_kvgate.analysis.pages import percent
+from pytest_kvgate.gate import GateResult
+from pytest_kvgate.report.tables import UNDEFINED, number, table, wrap
+
+
+def gate_failure(result: GateResult) -> Iterator[str]:
+    """Yield the report of a gate that did not pass: the whole text of the failed test."""
+    gate = result.gate
+    pages = "" if result.page_size is None else f", pages of {result.page_size} tokens"
+    yield f"kvgate {result.verdict}: {result.subject}, budget {percent(gate.budget)}{pages}"
+    yield ""
+    rows = [
+        [
+            check.selector,
+            number(check.observed),
+            number(check.required),
+            UNDEFINED if check.margin is None else f"{check.margin:+.4f}",
+            "ok" if check.passed else "missed" if check.observed is not None else UNDEFINED,
+        ]
+        for check in result.checks
+    ]
+    headers = ["coverage of", "observed", "required", "margin", ""]
+    yield from table(rows, headers, ("left", "right", "right", "right", "left"))
+    yield ""
+    yield from wrap(f"{result.verdict}: {result.reason}")
+    if result.worst_layers:
+        worst = ", ".join(f"{layer} ({number(value)})" for layer, value in result.worst_layers)
+        yield f"Worst layers of {result.deciding.selector}: {worst}."
+    if result.others:
+        others = ", ".join(f"{name} {number(value)}" for name, value in result.others.items())
+        yield f"Other selectors at this budget: {others}."
+    yield from (f"Note: {note}." for note in result.notes)
