@@ -4,9 +4,9 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pytest import MarkDecorator
+    import pytest
 
-    kvgate: MarkDecorator
+    kvgate: pytest.MarkDecorator
 
 __all__ = ["kvgate"]
 

@@ -99,7 +99,7 @@ class Option:
 def parse_steps(text: str) -> range:
     """Parse ``START:STOP:STRIDE`` (STRIDE optional) into sampled decode steps."""
     try:
-        start, stop, stride = (int(part) for part in (text.split(":") + ["1"])[:3])
+        start, stop, stride = (int(part) for part in ([*text.split(":"), "1"])[:3])
         well_formed = text.count(":") in (1, 2)
     except ValueError:
         well_formed = False
@@ -163,7 +163,9 @@ def parse_report(text: str) -> ReportTarget:
 def parse_cache_type(text: str) -> str:
     """Check the data type of the K cache."""
     if text not in CACHE_TYPES:
-        raise ValueError(f"is no K cache type that can be verified; accepted: {', '.join(CACHE_TYPES)}")
+        raise ValueError(
+            f"is no K cache type that can be verified; accepted: {', '.join(CACHE_TYPES)}"
+        )
     return text
 
 
@@ -184,49 +186,100 @@ def whole_number(minimum: int, unit: str) -> Callable[[str], int]:
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "model", "FILE", "GGUF model to capture; repeatable, each is judged on its own",
-        Path, repeatable=True,
+        "model",
+        "FILE",
+        "GGUF model to capture; repeatable, each is judged on its own",
+        Path,
+        repeatable=True,
     ),
     Option(
-        "prompt", "FILE", "UTF-8 text the model reads first; repeatable, pooled into one profile",
-        Path, repeatable=True, capture_only=True,
+        "prompt",
+        "FILE",
+        "UTF-8 text the model reads first; repeatable, pooled into one profile",
+        Path,
+        repeatable=True,
+        capture_only=True,
     ),
     Option(
-        "trace", "DIR", "saved trace to judge, with no model; repeatable, pooled per model",
-        Path, repeatable=True,
+        "trace",
+        "DIR",
+        "saved trace to judge, with no model; repeatable, pooled per model",
+        Path,
+        repeatable=True,
     ),
     Option(
-        "ctx", "N", "largest context in tokens [what the model was trained with]",
-        whole_number(1, "tokens"), capture_only=True,
+        "ctx",
+        "N",
+        "largest context in tokens [what the model was trained with]",
+        whole_number(1, "tokens"),
+        capture_only=True,
     ),
     Option(
-        "steps", "START:STOP:STRIDE", f"decode steps to sample [{STEPS_DEFAULT}]",
-        parse_steps, STEPS_DEFAULT, capture_only=True,
+        "steps",
+        "START:STOP:STRIDE",
+        f"decode steps to sample [{STEPS_DEFAULT}]",
+        parse_steps,
+        STEPS_DEFAULT,
+        capture_only=True,
     ),
     Option(
-        "ngl", "N", "model layers to put on the GPU [0]",
-        whole_number(0, "layers"), "0", capture_only=True,
+        "ngl",
+        "N",
+        "model layers to put on the GPU [0]",
+        whole_number(0, "layers"),
+        "0",
+        capture_only=True,
     ),
     Option(
-        "threads", "N", "CPU threads [all available]",
-        whole_number(1, "threads"), capture_only=True,
+        "threads",
+        "N",
+        "CPU threads [all available]",
+        whole_number(1, "threads"),
+        capture_only=True,
     ),
     Option(
-        "cache-type-k", "TYPE", f"K cache data type: {', '.join(CACHE_TYPES)} [f16]",
-        parse_cache_type, "f16", capture_only=True,
+        "cache-type-k",
+        "TYPE",
+        f"K cache data type: {', '.join(CACHE_TYPES)} [f16]",
+        parse_cache_type,
+        "f16",
+        capture_only=True,
     ),
-    Option("save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True),
+    Option(
+        "save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True
+    ),
     Option("page-size", "N", "tokens per KV page [32]", whole_number(1, "tokens"), "32"),
-    Option("sinks", "N", "first tokens that are always resident [32]",
-           whole_number(0, "tokens"), "32"),
-    Option("recent", "R", "recent window: a fraction of the context below 1, else tokens [0.02]",
-           parse_recent, "0.02"),
-    Option("budgets", "B,B,…", "fractions of the context to report [0.005,0.01,0.02,0.04]",
-           parse_budgets, "0.005,0.01,0.02,0.04"),
-    Option("selectors", "S,S,…", "selectors to report [oracle,landmark,token-oracle]",
-           parse_selectors, "oracle,landmark,token-oracle"),
-    Option("report", "KIND:PATH", "write a report, such as json:kvgate.json; repeatable",
-           parse_report, repeatable=True),
+    Option(
+        "sinks", "N", "first tokens that are always resident [32]", whole_number(0, "tokens"), "32"
+    ),
+    Option(
+        "recent",
+        "R",
+        "recent window: a fraction of the context below 1, else tokens [0.02]",
+        parse_recent,
+        "0.02",
+    ),
+    Option(
+        "budgets",
+        "B,B,…",
+        "fractions of the context to report [0.005,0.01,0.02,0.04]",
+        parse_budgets,
+        "0.005,0.01,0.02,0.04",
+    ),
+    Option(
+        "selectors",
+        "S,S,…",
+        "selectors to report [oracle,landmark,token-oracle]",
+        parse_selectors,
+        "oracle,landmark,token-oracle",
+    ),
+    Option(
+        "report",
+        "KIND:PATH",
+        "write a report, such as json:kvgate.json; repeatable",
+        parse_report,
+        repeatable=True,
+    ),
 )
 
 
@@ -242,12 +295,11 @@ def add_options(parser: pytest.Parser) -> None:
             default=None,
             help=option.help,
         )
-        parser.addini(
-            option.ini,
-            f"{option.help} (as {option.flag})",
-            type="linelist" if option.repeatable else "string",
-            default=[] if option.repeatable else None,
-        )
+        meaning = f"{option.help} (as {option.flag})"
+        if option.repeatable:
+            parser.addini(option.ini, meaning, type="linelist", default=[])
+        else:
+            parser.addini(option.ini, meaning, type="string", default=None)
 
 
 def given_on_command_line(config: pytest.Config, *names: str) -> list[str]:

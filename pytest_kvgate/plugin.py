@@ -48,14 +48,8 @@ class State:
 STATE = pytest.StashKey[State]()
 GATES = pytest.StashKey["tuple[tuple[str, Gate], ...]"]()
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
-
-
-class GateMissed(pytest.fail.Exception):
-    """A gate was judged and missed."""
-
-
-class GateBroken(pytest.fail.Exception):
-    """A gate could not be judged; unlike a missed gate, an xfail does not excuse it."""
+#: Set on a test whose gates could not be judged; unlike a missed gate, an xfail does not excuse it.
+BROKEN = pytest.StashKey[bool]()
 
 
 class VerdictCollector:
@@ -74,7 +68,7 @@ class VerdictCollector:
         node.workerinput["kvgate_folder"] = str(_folder(node.config))
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:  # noqa: ANN401, ARG002
+    def pytest_testnodedown(self, node: Any, error: object) -> None:  # noqa: ANN401
         """Keep what an xdist worker measured."""
         output = getattr(node, "workeroutput", {})
         self._state.documents.update(output.get("kvgate_documents", {}))
@@ -155,10 +149,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Judge the test's gates, run its body, and fail it if a gate was missed."""
     try:
         results = list(_judge(item))
-    except Exception as error:
-        raise GateBroken(f"kvgate could not judge the gates of this test: {error!r}") from error
+    except Exception:
+        item.stash[BROKEN] = True
+        raise
     failures = [result for result in results if result.verdict != "GO"]
     broken = any(result.verdict == "INVALID" for result in failures)
+    if broken:
+        item.stash[BROKEN] = True
     outcome = None
     try:
         outcome = yield
@@ -172,7 +169,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             item.add_report_section("call", "kvgate", _failure_text(failures))
             raise
     if failures:
-        raise (GateBroken if broken else GateMissed)(_failure_text(failures), pytrace=False)
+        pytest.fail(_failure_text(failures), pytrace=False)
     return outcome
 
 
@@ -182,15 +179,17 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let the report carry the verdicts; an xfail excuses a missed gate, not a broken one."""
     report = yield
-    if call.excinfo is not None and isinstance(call.excinfo.value, GateBroken):
-        report.outcome = "failed"
-        report.longrepr = str(call.excinfo.value)
-        report.__dict__.pop("wasxfail", None)
+    if call.excinfo is not None and item.stash.get(BROKEN, False):
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+        if report.outcome == "skipped":
+            report.outcome = "failed"
+            report.longrepr = str(call.excinfo.value)
     if call.when == "setup" and not report.passed:
         _mark_not_evaluated(item, report)
     if ROWS in item.stash:
         # an attribute of plain values: it travels from an xdist worker with the report
-        report.kvgate_rows = item.stash[ROWS]
+        report.__dict__["kvgate_rows"] = item.stash[ROWS]
         del item.stash[ROWS]
     return report
 
@@ -224,23 +223,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     terminalreporter.section("kvgate")
     for line in summary_lines(state.documents.values(), state.rows, state.problems):
-        terminalreporter.write_line(line)
+        terminalreporter.line(line)
 
 
 @pytest.fixture
-def kvgate_profile(request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None]) -> Profile:
+def kvgate_profile(
+    request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None]
+) -> Profile:
     """Pooled profile of the model under test, at the page size of the test's gates."""
     gates = [gate for _, gate in request.node.stash.get(GATES, ())]
     session = _require_session(request.config)
     sizes = {gate.page_size or session.evidence.grid.page_size for gate in gates}
     if len(sizes) > 1:
-        raise GateBroken(
+        pytest.fail(
             f"kvgate_profile is ambiguous: the gates of this test use pages of "
             f"{' and '.join(map(str, sorted(sizes)))} tokens. Split the test, one page size each.",
             pytrace=False,
         )
     page_size = sizes.pop() if sizes else session.evidence.grid.page_size
-    with _broken_evidence():
+    with _broken_evidence(request.node):
         session.describe(session.subjects[_kvgate_choice[0]])
         return session.evidence.profile(session.subjects[_kvgate_choice[0]], page_size)
 
@@ -250,7 +251,7 @@ def kvgate_trace(request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int 
     """One captured or saved trace; with several, the test runs once for each."""
     session = _require_session(request.config)
     subject, position = _kvgate_choice
-    with _broken_evidence():
+    with _broken_evidence(request.node):
         return session.evidence.trace(session.subjects[subject].sources[position or 0])
 
 
@@ -395,8 +396,10 @@ def _write_reports(config: pytest.Config) -> None:
         return
     state = _state(config)
     session = state.session or _open_session(config, ())
-    for subject in session.subjects if session else ():
-        if subject.label not in state.documents:
+    if session is not None:
+        for subject in session.subjects:
+            if subject.label in state.documents:
+                continue
             try:
                 state.documents[subject.label] = session.describe(subject)
             except EvidenceError as error:
@@ -432,11 +435,12 @@ def _announcer(config: pytest.Config) -> Callable[[str], None]:
 
 
 @contextmanager
-def _broken_evidence() -> Iterator[None]:
+def _broken_evidence(item: pytest.Item) -> Iterator[None]:
     """Turn an `EvidenceError` into a failure without traceback that no xfail excuses."""
     from pytest_kvgate.pipeline import EvidenceError  # noqa: PLC0415
 
     try:
         yield
     except EvidenceError as error:
-        raise GateBroken(f"kvgate: {error}", pytrace=False) from None
+        item.stash[BROKEN] = True
+        pytest.fail(f"kvgate: {error}", pytrace=False)

@@ -48,7 +48,9 @@ class Unit:
     hottest: NDArray[np.float64]
     curves: dict[str, NDArray[np.float64]]
 
-    def coverage(self, selector: str, pages: NDArray[np.int64], page_size: int) -> NDArray:
+    def coverage(
+        self, selector: str, pages: NDArray[np.int64], page_size: int
+    ) -> NDArray[np.float64]:
         """Return the covered share of the eligible mass at each number of pages."""
         curve = self.curves[selector]
         items = pages * page_size if selector == TOKEN_ORACLE else pages

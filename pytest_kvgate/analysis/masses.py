@@ -51,7 +51,7 @@ def group_masses(
     heads = slice(kv_head * group, (kv_head + 1) * group)
     scaled = queries.reshape(n_step * group, head_dim) * np.float32(layer.scale)
     with np.errstate(over="ignore", invalid="ignore"):
-        logits = (scaled @ keys.T).reshape(n_step, group, n_token)
+        logits: NDArray[np.float32] = (scaled @ keys.T).reshape(n_step, group, n_token)
     if layer.softcap is not None:
         cap = np.float32(layer.softcap)
         logits /= cap

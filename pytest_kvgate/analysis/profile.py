@@ -134,7 +134,9 @@ class Profile:
     def _require_defined(self, budget: float) -> None:
         reason = self.undefined_reason(budget)
         if reason is not None:
-            raise UndefinedError(f"coverage at a budget of {percent(budget)} is undefined: {reason}.")
+            raise UndefinedError(
+                f"coverage at a budget of {percent(budget)} is undefined: {reason}."
+            )
 
     @staticmethod
     def _unknown_budget(budget: object, budgets: tuple[float, ...]) -> str:
@@ -157,11 +159,10 @@ def profile_trace(
     _require_pages(trace, grid)
     pages = {step.n_visible: grid.pages_for_all(budgets, step.n_visible) for step in trace.steps}
     grid_pages = {
-        step.n_visible: grid.pages_for_all(BUDGET_GRID, step.n_visible)
-        for step in trace.steps
+        step.n_visible: grid.pages_for_all(BUDGET_GRID, step.n_visible) for step in trace.steps
     }
     layers: list[int] = []
-    shapes: list[tuple[float, float, float]] = []
+    shapes: list[tuple[float, ...]] = []
     covered: list[NDArray[np.float64]] = []
     total: list[NDArray[np.float64]] = []
     covered_curve = np.zeros((len(selectors), len(BUDGET_GRID)))
@@ -187,7 +188,10 @@ def profile_trace(
             total_curve += unit.total_mass(on_grid)
             layers.append(layer.index)
             shapes.append(
-                (unit.eligible_share.mean(), np.nanmean(unit.support), np.nanmean(unit.hottest))
+                tuple(
+                    float(np.nanmean(values))
+                    for values in (unit.eligible_share, unit.support, unit.hottest)
+                )
             )
     shape = np.array(shapes).reshape(-1, 3)
     by_unit = (len(covered), len(selectors), len(budgets))

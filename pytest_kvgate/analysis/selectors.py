@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 ORACLE = "oracle"
 LANDMARK = "landmark"
-TOKEN_ORACLE = "token-oracle"  # noqa: S105 - not a password
+TOKEN_ORACLE = "token-oracle"
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ def _layer_error(
             heads = slice(kv_head * group, (kv_head + 1) * group)
             keys = head_keys(layer, kv_head, n_visible)
             try:
-                masses = group_masses(layer, kv_head, queries[row : row + 1, heads], keys,
-                                      [n_visible])
+                masses = group_masses(
+                    layer, kv_head, queries[row : row + 1, heads], keys, [n_visible]
+                )
             except TraceError:
                 return float("inf")
             difference = np.abs(masses[0] - expected[heads]).max()

@@ -137,11 +137,11 @@ class Collector:
                     "is not supported."
                 )
             return window
-        if 0 < sliding_window and max(n_visible) <= sliding_window:
+        if sliding_window and max(n_visible) <= sliding_window:
             raise CaptureError(
-                f"{max(n_visible)} tokens fit into this model's sliding window of {sliding_window}, "
-                "so layers with a window cannot be told from those without. Use a prompt longer "
-                "than the window."
+                f"{max(n_visible)} tokens fit into this model's sliding window of "
+                f"{sliding_window}, so layers with a window cannot be told from those without. Use "
+                "a prompt longer than the window."
             )
         return None
 

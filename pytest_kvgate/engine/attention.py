@@ -120,8 +120,8 @@ class AttentionHook:
             queries = source(node, 1)
             # q is copied here, at its product: the scheduler may reuse its memory right after.
             if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
-                read = self._ggml.read(queries)
-                self._queries[address] = np.asarray(read[:, 0], dtype=np.float32)
+                values = self._ggml.read(queries)
+                self._queries[address] = np.asarray(values[:, 0], dtype=np.float32)
                 rotation = self._find_rotation(queries)
                 if rotation is not None and self._rotation is None:
                     self._rotation = self._read_rotation(rotation)
@@ -138,7 +138,8 @@ class AttentionHook:
             return None
         keys, queries = source(product, 0), source(product, 1)
         mask = source(node, 1)
-        assert keys is not None and queries is not None and mask is not None
+        if keys is None or queries is None or mask is None:
+            return None
         root = Tensor.from_address(keys.view_src) if keys.view_src else keys
         if self._ggml.op(root) != "NONE":
             raise EngineError(

@@ -146,7 +146,7 @@ def source(tensor: Tensor, position: int) -> Tensor | None:
 
 def float_params(tensor: Tensor) -> NDArray[np.float32]:
     """Return ``op_params`` read as 16 float32 numbers."""
-    return np.frombuffer(tensor.op_params, dtype=np.float32)
+    return np.frombuffer(bytes(tensor.op_params), dtype=np.float32)
 
 
 def decode_rows(raw: NDArray[np.uint8], type_name: str) -> FloatArray:

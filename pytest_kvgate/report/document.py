@@ -124,9 +124,7 @@ def write_report(path: Path, document: Document) -> None:
     """Write the report in one step, so that an interrupted run leaves the old one whole."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(
-            json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -89,4 +89,3 @@ class Fields:
             if not isinstance(item, dict):
                 raise self.error(f"{key}[{position}]", repr(item), "a JSON object")
         return tuple(Fields(self.file, f"{key}[{i}]", item) for i, item in enumerate(value))
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _steps(document: Fields) -> tuple[Step, ...]:
         Step(fields.integer("decode_index", minimum=0), fields.integer("n_visible", minimum=1))
         for fields in document.children("steps")
     )
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         if after.decode_index <= before.decode_index or after.n_visible <= before.n_visible:
             raise document.error(
                 "steps",
