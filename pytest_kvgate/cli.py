@@ -109,8 +109,9 @@ def _profile(parsed: argparse.Namespace) -> None:
         documents.append(profile_document(subject.label, pool(alone), alone, ()))
     for line in summary_lines(documents, [], []):
         print(line)
+    settings = documents[0]["settings"]
     for target in parsed.report or ():
-        write_report(target.path, report_document({}, documents, []))
+        write_report(target.path, report_document(settings, documents, []))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from numbers import Real
 from typing import Any, Literal
 
 from pytest_kvgate.analysis import SELECTORS, Profile
-from pytest_kvgate.analysis.pages import percent
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
+from pytest_kvgate.analysis.wording import percent, share
 
 #: INVALID: the question cannot be answered from these traces, so the gate does not pass.
 Verdict = Literal["GO", "NO-GO", "INVALID", "NOT EVALUATED"]
@@ -190,7 +190,8 @@ def _fraction(name: str, value: object, meaning: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
+def distrust_reason(profile: Profile) -> str | None:
+    """Say which trace failed its verification, or return None where none did."""
     for trace in profile.traces:
         verification = trace.verification
         if verification is not None and verification.status == "failed":
@@ -201,6 +202,13 @@ def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
                 "None of its numbers can be believed; report it with the model's architecture, the "
                 "cache type and the llama-cpp-python version."
             )
+    return None
+
+
+def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
+    distrust = distrust_reason(profile)
+    if distrust is not None:
+        return distrust
     reason = profile.undefined_reason(gate.budget)
     if reason is None:
         return None
@@ -220,15 +228,15 @@ def _missed_reason(
     if missed.selector != TOKEN_ORACLE and ceiling < gate.min_coverage:
         return (
             f"the ceiling is below the threshold: even a perfect selector of "
-            f"{profile.grid.page_size}-token pages holds {ceiling:.4f} of the eligible mass {at}, "
-            f"so no selector can pass. {_enough(profile, ORACLE, gate.min_coverage)}"
+            f"{profile.grid.page_size}-token pages holds {share(ceiling)} of the eligible mass "
+            f"{at}, so no selector can pass. {_enough(profile, ORACLE, gate.min_coverage)}"
         )
     others = ", ".join(
-        f"{name} {value:.4f}" for name, value in observed.items() if name != missed.selector
+        f"{name} {share(value)}" for name, value in observed.items() if name != missed.selector
     )
     return (
-        f"the selector is the problem: {missed.selector} holds {observed[missed.selector]:.4f} of "
-        f"the eligible mass {at}; the others: {others}. "
+        f"the selector is the problem: {missed.selector} holds {share(missed.observed)} of the "
+        f"eligible mass {at}; the others: {others}. "
         f"{_enough(profile, missed.selector, gate.min_coverage)}"
     )
 
@@ -244,6 +252,6 @@ def _enough(profile: Profile, selector: str, coverage: float) -> str:
 def _go_reason(result: GateResult) -> str:
     tightest = result.deciding
     return (
-        f"{tightest.selector} holds {tightest.observed:.4f} of the eligible mass at a budget of "
-        f"{percent(result.gate.budget)}, {tightest.margin:.4f} above the threshold."
+        f"{tightest.selector} holds {share(tightest.observed)} of the eligible mass at a budget of "
+        f"{percent(result.gate.budget)}, {share(tightest.margin)} above the threshold."
     )

@@ -67,6 +67,16 @@ class Settings:
     selectors: tuple[str, ...]
     reports: tuple[ReportTarget, ...]
 
+    def as_reported(self) -> dict[str, Any]:
+        """Return the part of the settings that a report states."""
+        return {
+            "page_size": self.page_size,
+            "sinks": self.sinks,
+            "recent": self.recent,
+            "budgets": list(self.budgets),
+            "selectors": list(self.selectors),
+        }
+
     @property
     def has_evidence(self) -> bool:
         """Whether there is a model or a trace to evaluate gates on."""
@@ -450,7 +460,8 @@ def _check_report(target: ReportTarget) -> None:
     if not path.parent.is_dir():
         raise pytest.UsageError(f"kvgate: --kvgate-report {path}: {path.parent} does not exist.")
     if path.exists() and path.stat().st_size:
-        head = path.open("rb").read(64)
+        with path.open("rb") as file:
+            head = file.read(64)
         if b'"kvgate-report/' not in head:
             raise pytest.UsageError(
                 f"kvgate: --kvgate-report {path} exists and is not a kvgate report; it is not "

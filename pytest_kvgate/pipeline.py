@@ -102,8 +102,8 @@ class Evidence:
     folder: Path
     save: Path | None = None
     announce: Callable[[str], None] = lambda _message: None
-    _traces: dict[Source, Trace | EvidenceError] = field(default_factory=dict)
-    _profiles: dict[tuple[Source, int], Profile | EvidenceError] = field(default_factory=dict)
+    _traces: dict[Source, Trace | Exception] = field(default_factory=dict)
+    _profiles: dict[tuple[Source, int], Profile | Exception] = field(default_factory=dict)
 
     def trace(self, source: Source) -> Trace:
         """Return a verified trace.
@@ -138,13 +138,15 @@ class Evidence:
                 self._profiles[key] = EvidenceError(str(error))
         return _unless_error(self._profiles[key])
 
-    def _obtain(self, source: Source) -> Trace | EvidenceError:
+    def _obtain(self, source: Source) -> Trace | Exception:
         try:
             if source.trace is not None:
                 return load_trace(source.trace)
             return self._capture_once(source)
         except EVIDENCE_ERRORS as error:
             return EvidenceError(str(error))
+        except Exception as error:  # a full disk, say: raised for every gate, captured only once
+            return error
 
     def _capture_once(self, source: Source) -> Trace:
         assert source.model is not None
@@ -182,8 +184,8 @@ def _record(outcome: Path, directory: Path | None, error: str | None) -> None:
     outcome.write_text(json.dumps(known), encoding="utf-8")
 
 
-def _unless_error(value: T | EvidenceError) -> T:
-    if isinstance(value, EvidenceError):
+def _unless_error(value: T | Exception) -> T:
+    if isinstance(value, Exception):
         raise value
     return value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class State:
     folder: Path | None = None
     owns_folder: bool = False
     involved: bool = False
+    usage_error: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -72,6 +73,7 @@ class VerdictCollector:
         """Keep what an xdist worker measured."""
         output = getattr(node, "workeroutput", {})
         self._state.documents.update(output.get("kvgate_documents", {}))
+        self._state.usage_error = output.get("kvgate_usage_error", self._state.usage_error)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,20 +130,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not involved:
         return
     _state(config).involved = True
-    for item in involved:
-        item.stash[GATES] = _declared_gates(item)
-        if not _settings(config).has_evidence:
-            item.add_marker(pytest.mark.skip(reason=NO_EVIDENCE))
-    _open_session(config, (gate for item in involved for _, gate in item.stash[GATES]))
+    try:
+        for item in involved:
+            item.stash[GATES] = _declared_gates(item)
+            if not _settings(config).has_evidence:
+                item.add_marker(pytest.mark.skip(reason=NO_EVIDENCE))
+        _open_session(config, (gate for item in involved for _, gate in item.stash[GATES]))
+    except pytest.UsageError as error:
+        if not hasattr(config, "workeroutput"):
+            raise
+        # an xdist worker cannot end the run with a usage error; its controller does
+        config.workeroutput["kvgate_usage_error"] = str(error)
+        items.clear()
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say in one line what the command line puts to the test."""
+    return [_headline(config)] if given_on_command_line(config, "model", "trace") else []
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-    """Say in one line which gates are judged on what."""
-    n_gate = sum(len(item.stash.get(GATES, ())) for item in items)
-    if not n_gate:
+    """Say the same for gates that the ini file or a conftest.py supplies with a model."""
+    gates = any(item.stash.get(GATES, ()) for item in items)
+    if not gates or given_on_command_line(config, "model", "trace"):
         return []
-    models = ", ".join(subject.label for subject in _subjects(config)) or "no model or trace"
-    return [f"kvgate: {n_gate} gate{'s' * (n_gate > 1)} on {models}"]
+    return [_headline(config)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -203,8 +216,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(config, "workeroutput"):
         config.workeroutput["kvgate_documents"] = state.documents
         return
+    if state.usage_error is not None:
+        raise pytest.UsageError(state.usage_error)
+    finished = session.exitstatus in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
+    if not finished or config.getoption("collectonly"):
+        return
     asked = given_on_command_line(config, "model", "trace")
-    if state.involved or given_on_command_line(config, "report"):
+    if state.involved or state.rows or given_on_command_line(config, "report"):
         _write_reports(config)
     if asked and not state.rows and not state.documents:
         state.problems.append(f"{asked[0]} was given, but no gate was run: NOTHING WAS EVALUATED.")
@@ -224,6 +246,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("kvgate")
     for line in summary_lines(state.documents.values(), state.rows, state.problems):
         terminalreporter.line(line)
+    save = None if state.settings is None else state.settings.save
+    if save is not None and state.documents:
+        terminalreporter.line(f"Captured traces are kept below {save}.")
 
 
 @pytest.fixture
@@ -233,17 +258,18 @@ def kvgate_profile(
     """Pooled profile of the model under test, at the page size of the test's gates."""
     gates = [gate for _, gate in request.node.stash.get(GATES, ())]
     session = _require_session(request.config)
-    sizes = {gate.page_size or session.evidence.grid.page_size for gate in gates}
+    sizes = {gate.page_size or session.page_size for gate in gates}
     if len(sizes) > 1:
         pytest.fail(
             f"kvgate_profile is ambiguous: the gates of this test use pages of "
             f"{' and '.join(map(str, sorted(sizes)))} tokens. Split the test, one page size each.",
             pytrace=False,
         )
-    page_size = sizes.pop() if sizes else session.evidence.grid.page_size
+    page_size = sizes.pop() if sizes else session.page_size
+    subject = session.subjects[_kvgate_choice[0]]
     with _broken_evidence(request.node):
-        session.describe(session.subjects[_kvgate_choice[0]])
-        return session.evidence.profile(session.subjects[_kvgate_choice[0]], page_size)
+        session.describe(subject, page_size)
+        return session.trusted_profile(subject, page_size)
 
 
 @pytest.fixture
@@ -287,6 +313,19 @@ def _subjects(config: pytest.Config) -> tuple[Subject, ...]:
         except EVIDENCE_ERRORS as error:
             raise pytest.UsageError(f"kvgate: {error}") from None
     return state.subjects
+
+
+def _headline(config: pytest.Config) -> str:
+    subjects = _subjects(config)
+    if not subjects:
+        return "kvgate: no model and no trace; gates are NOT EVALUATED"
+    models = ", ".join(subject.label for subject in subjects)
+    n_source = sum(len(subject.sources) for subject in subjects)
+    kind = "saved trace" if _settings(config).traces else "capture"
+    return (
+        f"kvgate: {models}; {n_source} {kind}{'s' * (n_source > 1)}, "
+        f"{_settings(config).page_size}-token pages"
+    )
 
 
 def _open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | None:
@@ -397,24 +436,14 @@ def _write_reports(config: pytest.Config) -> None:
     state = _state(config)
     session = state.session or _open_session(config, ())
     if session is not None:
+        session.documents.update(state.documents)
         for subject in session.subjects:
-            if subject.label in state.documents:
-                continue
             try:
-                state.documents[subject.label] = session.describe(subject)
+                session.describe(subject, settings.page_size)
             except EvidenceError as error:
                 state.problems.append(str(error))
-    document = report_document(
-        {
-            "page_size": settings.page_size,
-            "sinks": settings.sinks,
-            "recent": settings.recent,
-            "budgets": list(settings.budgets),
-            "selectors": list(settings.selectors),
-        },
-        list(state.documents.values()),
-        state.rows,
-    )
+        state.documents = session.documents
+    document = report_document(settings.as_reported(), state.documents.values(), state.rows)
     for target in settings.reports:
         write_report(target.path, document)
 
@@ -427,7 +456,7 @@ def _announcer(config: pytest.Config) -> Callable[[str], None]:
     def announce(message: str) -> None:
         if terminal is None or terminal.verbosity < 0:
             return
-        with capture.global_and_fixture_disabled():
+        with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             terminal.ensure_newline()
             terminal.write_line(f"kvgate: {message}")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_kvgate.analysis import PageGrid
+from pytest_kvgate.analysis import PageGrid, Profile
 from pytest_kvgate.capture import CaptureSettings
 from pytest_kvgate.engine import EngineSettings
-from pytest_kvgate.gate import Gate, GateResult, decide, unanswered
+from pytest_kvgate.gate import Gate, GateResult, decide, distrust_reason, unanswered
 from pytest_kvgate.pipeline import (
     Evidence,
     EvidenceError,
@@ -65,35 +65,52 @@ def gather_evidence(settings: Settings, gates: Iterable[Gate], folder: Path) -> 
 
 @dataclass
 class GateSession:
-    """Judges gates, and keeps one document per model that was looked at."""
+    """Judges gates, and keeps one document per model and page size that was looked at."""
 
     evidence: Evidence
     subjects: tuple[Subject, ...]
     thresholds: tuple[float, ...]
     documents: dict[str, Document] = field(default_factory=dict)
 
+    @property
+    def page_size(self) -> int:
+        """The page size of gates that name none, in tokens."""
+        return self.evidence.grid.page_size
+
     def judge(self, gate_id: str, gate: Gate, subject: Subject) -> GateResult:
         """Return the verdict on one model; evidence that cannot be had makes it INVALID."""
-        page_size = gate.page_size or self.evidence.grid.page_size
+        page_size = gate.page_size or self.page_size
         try:
-            self.describe(subject)
             profile = self.evidence.profile(subject, page_size)
+            self.describe(subject, page_size)
         except EvidenceError as error:
             return unanswered(gate_id, subject.label, gate, "INVALID", str(error), page_size)
         return decide(gate_id, subject.label, gate, profile)
 
-    def describe(self, subject: Subject) -> Document:
-        """Return the document of one model at the session's page size.
+    def trusted_profile(self, subject: Subject, page_size: int) -> Profile:
+        """Return a profile whose traces did not fail verification.
+
+        Raises:
+            EvidenceError: a source could not be had, or is not what the model read.
+        """
+        profile = self.evidence.profile(subject, page_size)
+        distrust = distrust_reason(profile)
+        if distrust is not None:
+            raise EvidenceError(distrust)
+        return profile
+
+    def describe(self, subject: Subject, page_size: int) -> Document:
+        """Return the document of one model at a page size, in tokens.
 
         Raises:
             EvidenceError: a source could not be captured, loaded or measured.
         """
-        if subject.label not in self.documents:
-            page_size = self.evidence.grid.page_size
-            self.documents[subject.label] = profile_document(
+        key = f"{subject.label} at {page_size}"
+        if key not in self.documents:
+            self.documents[key] = profile_document(
                 subject.label,
                 self.evidence.profile(subject, page_size),
                 self.evidence.alone(subject, page_size),
                 self.thresholds,
             )
-        return self.documents[subject.label]
+        return self.documents[key]

@@ -49,9 +49,9 @@ def group_masses(
     n_step, group, head_dim = queries.shape
     n_token = len(keys)
     heads = slice(kv_head * group, (kv_head + 1) * group)
-    scaled = queries.reshape(n_step * group, head_dim) * np.float32(layer.scale)
+    scaled = (queries * np.float32(layer.scale)).reshape(n_step * group, head_dim)
     with np.errstate(over="ignore", invalid="ignore"):
-        logits: NDArray[np.float32] = (scaled @ keys.T).reshape(n_step, group, n_token)
+        logits = np.asarray(scaled @ keys.T, dtype=np.float32).reshape(n_step, group, n_token)
     if layer.softcap is not None:
         cap = np.float32(layer.softcap)
         logits /= cap

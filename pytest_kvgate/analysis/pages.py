@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pytest_kvgate.analysis.wording import exact, percent
+
 #: Budgets 0.001, 0.002, … 1.000: where a required budget is looked for.
 BUDGET_GRID = tuple(step / 1000 for step in range(1, 1001))
-
-
-def exact(value: float) -> Fraction:
-    """Return the decimal number that ``value`` prints as."""
-    return Fraction(repr(float(value)))
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,3 @@ class PageGrid:
             f"{percent(budget)} of {n_visible} tokens is {tokens} tokens, "
             f"less than one {self.page_size}-token page"
         )
-
-
-def percent(fraction: float) -> str:
-    """Write a fraction as the shortest exact percentage: 0.005 → 0.5%."""
-    text = f"{float(exact(fraction) * 100):.10f}".rstrip("0").rstrip(".")
-    return f"{text}%"

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis.coverage import layer_units
-from pytest_kvgate.analysis.pages import BUDGET_GRID, PageGrid, percent
+from pytest_kvgate.analysis.pages import BUDGET_GRID, PageGrid
+from pytest_kvgate.analysis.wording import percent
 from pytest_kvgate.trace import Trace, TraceError
 
 

@@ -94,13 +94,20 @@ def gate_row(result: GateResult) -> Document:
 
 
 def report_document(
-    settings: Mapping[str, Any], documents: Sequence[Document], gates: Sequence[Document]
+    settings: Mapping[str, Any],
+    documents: Iterable[Document],
+    gates: Sequence[Document],
 ) -> Document:
     """Join the documents of all models and the gates into one ``kvgate-report/1``.
 
-    Every row names its ``subject``. ``attention`` stands for a single model; with several it is
-    None throughout, and ``attention_by_subject`` has each.
+    Every row names its ``subject``. Rows are those at the settings' page size; documents at other
+    page sizes, which gates may name, follow whole in ``other_page_sizes``. ``attention`` stands for
+    a single model; with several it is None throughout, and ``attention_by_subject`` has each.
     """
+    page_size = settings["page_size"]
+    documents = list(documents)
+    others = [item for item in documents if item["settings"]["page_size"] != page_size]
+    documents = [item for item in documents if item["settings"]["page_size"] == page_size]
     only = documents[0]["attention"] if len(documents) == 1 else None
     unknown = {"support": None, "hottest": None, "eligible_mass": None}
     return {
@@ -116,6 +123,7 @@ def report_document(
         "attention_by_subject": {item["subject"]: item["attention"] for item in documents},
         "skipped_units": sum(document["skipped_units"] for document in documents),
         "closed_loop": [],
+        "other_page_sizes": others,
         "gates": list(gates),
     }
 

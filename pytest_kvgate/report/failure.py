@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_kvgate.analysis.pages import percent
+from pytest_kvgate.analysis.wording import UNDEFINED, percent, share
 from pytest_kvgate.gate import GateResult
-from pytest_kvgate.report.tables import UNDEFINED, number, table, wrap
+from pytest_kvgate.report.tables import table, wrap
 
 
 def gate_failure(result: GateResult) -> Iterator[str]:
@@ -18,8 +18,8 @@ def gate_failure(result: GateResult) -> Iterator[str]:
     rows = [
         [
             check.selector,
-            number(check.observed),
-            number(check.required),
+            share(check.observed),
+            share(check.required),
             UNDEFINED if check.margin is None else f"{check.margin:+.4f}",
             "ok" if check.passed else "missed" if check.observed is not None else UNDEFINED,
         ]
@@ -30,9 +30,9 @@ def gate_failure(result: GateResult) -> Iterator[str]:
     yield ""
     yield from wrap(f"{result.verdict}: {result.reason}")
     if result.worst_layers:
-        worst = ", ".join(f"{layer} ({number(value)})" for layer, value in result.worst_layers)
+        worst = ", ".join(f"{layer} ({share(value)})" for layer, value in result.worst_layers)
         yield f"Worst layers of {result.deciding.selector}: {worst}."
     if result.others:
-        others = ", ".join(f"{name} {number(value)}" for name, value in result.others.items())
+        others = ", ".join(f"{name} {share(value)}" for name, value in result.others.items())
         yield f"Other selectors at this budget: {others}."
     yield from (f"Note: {note}." for note in result.notes)

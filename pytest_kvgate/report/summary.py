@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_kvgate.analysis.pages import percent
+from pytest_kvgate.analysis.wording import UNDEFINED, percent, share
 from pytest_kvgate.report.document import Document
-from pytest_kvgate.report.tables import UNDEFINED, number, shorten, table, wrap
+from pytest_kvgate.report.tables import shorten, table, wrap
 
 
 def summary_lines(
     documents: Iterable[Document], gates: Sequence[Document], problems: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the whole summary."""
-    for document in documents:
-        yield from profile_lines(document)
-        yield ""
-    yield from gate_lines(gates)
-    for problem in problems:
-        yield from wrap(problem)
+    """Yield the whole summary, its blocks set apart by empty lines."""
+    blocks = [profile_lines(document) for document in documents]
+    if gates:
+        blocks.append(gate_lines(gates))
+    blocks += [iter(wrap(problem)) for problem in problems]
+    for position, block in enumerate(blocks):
+        if position:
+            yield ""
+        yield from block
 
 
 def profile_lines(document: Document) -> Iterator[str]:
@@ -33,7 +35,7 @@ def profile_lines(document: Document) -> Iterator[str]:
     yield (
         f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
         f"{_recent(settings['recent'])}; eligible mass "
-        f"{number(document['attention']['eligible_mass'])}"
+        f"{share(document['attention']['eligible_mass'])}"
     )
     yield ""
     selectors = settings["selectors"]
@@ -61,11 +63,11 @@ def gate_lines(gates: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield from wrap(gate["reason"], indent)
         else:
             checks = ", ".join(
-                f"{check['selector']} {number(check['observed'])}" for check in gate["checks"]
+                f"{check['selector']} {share(check['observed'])}" for check in gate["checks"]
             )
             yield from wrap(
                 f"{gate['subject']}, budget {percent(gate['budget'])}, {gate['page_size']}-token "
-                f"pages: {checks}; required {number(gate['required'])}",
+                f"pages: {checks}; required {share(gate['required'])}",
                 indent,
             )
         for note in gate["notes"]:
@@ -81,11 +83,12 @@ def _trace_line(trace: Mapping[str, Any]) -> str:
     else:
         checked = f"{verification['reference']} verified to {verification['max_abs_error']:.1e}"
     windowed = len(trace["windowed_layers"])
-    layers = f"{len(trace['paged_layers'])} layers"
+    layers = _count(len(trace["paged_layers"]), "layer")
     if windowed:
-        layers += f" ({windowed} windowed ones left out)"
+        layers += f" (and {windowed} with a sliding window, left out)"
     return (
-        f"{trace['workload']['name']}: {trace['n_context']} tokens, {trace['n_steps']} steps, "
+        f"{trace['workload']['name']}: {trace['n_context']} tokens, "
+        f"{_count(trace['n_steps'], 'step')}, "
         f"{layers}; {checked}"
     )
 
@@ -100,8 +103,8 @@ def _coverage_rows(
         yield [
             percent(budget),
             str(fewest) if fewest == most else f"{fewest}-{most}",
-            *(number(row["coverage"]) for row in rows),
-            number(rows[0]["total_mass"]),
+            *(share(row["coverage"]) for row in rows),
+            share(rows[0]["total_mass"]),
         ]
 
 
@@ -112,7 +115,7 @@ def _alone(traces: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     for trace in traces:
         found = {(row["budget"], row["selector"]): row["coverage"] for row in trace["coverage"]}
         for selector in settings["selectors"]:
-            values = [number(found[budget, selector]) for budget in budgets]
+            values = [share(found[budget, selector]) for budget in budgets]
             rows.append([shorten(trace["workload"]["name"], 30), selector, *values])
     headers = ["each alone", "selector", *(percent(budget) for budget in budgets)]
     yield from table(rows, headers, ("left", "left", *("right" for _ in budgets)))
@@ -133,6 +136,10 @@ def _required(rows: Sequence[Mapping[str, Any]], selectors: Sequence[str]) -> It
     ]
     headers = ["budget needed for", *selectors]
     yield from table(needed, headers, ("right",) * len(headers))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _recent(recent: float) -> str:

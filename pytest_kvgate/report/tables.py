@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -10,13 +9,6 @@ from tabulate import tabulate
 
 WIDTH = 100
 INDENT = "  "
-UNDEFINED = "–"
-
-
-def number(value: float | None) -> str:
-    """Write a share with four digits, cut and not rounded, so that 0.94999 is not 0.95."""
-    # the small addend keeps what is decimal to four digits, such as 0.57, from losing one
-    return UNDEFINED if value is None else f"{math.floor(value * 1e4 + 1e-9) / 1e4:.4f}"
 
 
 def wrap(text: str, indent: str = "") -> list[str]:
