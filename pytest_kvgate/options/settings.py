@@ -1,4 +1,4 @@
-"""Every ``--kvgate-*`` option and ini key: declaration, validation, and the resulting `Settings`.
+"""What the options and ini keys say together, checked before anything runs.
 
 A value comes from the command line, else from the ini file, else from the built-in default. Paths
 on the command line are relative to where pytest was started, paths in an ini file to that file.
@@ -6,22 +6,15 @@ on the command line are relative to where pytest was started, paths in an ini fi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-#: The marker ``@kvgate(budget=…, min_coverage=…)``.
-kvgate = pytest.mark.kvgate
+from pytest_kvgate.options.table import OPTIONS, Option, given_on_command_line
+from pytest_kvgate.options.values import ReportTarget
 
-STEPS_DEFAULT = "0:257:8"
-#: K cache types whose rounding of q is known, so that a capture can be verified. q4_1 and q5_1 keep
-#: a sum beside each block of q that no rounding of q alone reproduces.
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q4_0", "iq4_nl")
-REPORT_KINDS = ("json",)
 #: Where pytest keeps its configuration, in the order in which it looks.
 INI_FILES = (
     "pytest.toml",
@@ -32,14 +25,6 @@ INI_FILES = (
     "tox.ini",
     "setup.cfg",
 )
-
-
-@dataclass(frozen=True)
-class ReportTarget:
-    """One ``--kvgate-report KIND:PATH``."""
-
-    kind: str
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -81,244 +66,6 @@ class Settings:
     def has_evidence(self) -> bool:
         """Whether there is a model or a trace to evaluate gates on."""
         return bool(self.models or self.traces)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option and its ini key, ``--kvgate-page-size`` and ``kvgate_page_size``."""
-
-    name: str
-    metavar: str
-    help: str
-    parse: Callable[[str], Any]
-    default: str | None = None
-    repeatable: bool = False
-    capture_only: bool = False
-
-    @property
-    def flag(self) -> str:
-        """The command-line spelling."""
-        return f"--kvgate-{self.name}"
-
-    @property
-    def ini(self) -> str:
-        """The ini key, which is also the name on ``config.option``."""
-        return f"kvgate_{self.name.replace('-', '_')}"
-
-
-def parse_steps(text: str) -> range:
-    """Parse ``START:STOP:STRIDE`` (STRIDE optional) into sampled decode steps."""
-    try:
-        start, stop, stride = (int(part) for part in ([*text.split(":"), "1"])[:3])
-        well_formed = text.count(":") in (1, 2)
-    except ValueError:
-        well_formed = False
-    if not well_formed or start < 0 or stride < 1 or stop <= start:
-        raise ValueError(
-            "needs START:STOP:STRIDE in decode steps, with 0 <= START < STOP and STRIDE >= 1, "
-            "such as 0:257:8"
-        )
-    return range(start, stop, stride)
-
-
-def parse_budgets(text: str) -> tuple[float, ...]:
-    """Parse comma-separated fractions of the context into sorted budgets."""
-    try:
-        budgets = tuple(sorted({float(part) for part in text.split(",")}))
-        valid = all(0 < budget <= 1 for budget in budgets)
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(
-            "needs comma-separated fractions of the context, each above 0 and up to 1, such as "
-            "0.01,0.02"
-        )
-    return budgets
-
-
-def parse_selectors(text: str) -> tuple[str, ...]:
-    """Parse comma-separated selector names."""
-    from pytest_kvgate.analysis import SELECTORS  # noqa: PLC0415 - brings numpy
-
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    unknown = [name for name in names if name not in SELECTORS]
-    if unknown:
-        raise ValueError(
-            f"names {unknown[0]!r}, which is no selector; accepted: {', '.join(SELECTORS)}"
-        )
-    return names
-
-
-def parse_recent(text: str) -> float:
-    """Parse the recent window: a fraction below 1, or a whole number of tokens."""
-    try:
-        recent = float(text)
-    except ValueError:
-        recent = math.nan
-    if not (0 <= recent < 1 or (recent >= 1 and recent.is_integer())):
-        raise ValueError(
-            "needs a fraction of the context below 1, such as 0.02, or a whole number of tokens"
-        )
-    return recent
-
-
-def parse_report(text: str) -> ReportTarget:
-    """Parse ``KIND:PATH``; an existing file is only replaced if it is such a report."""
-    kind, colon, path = text.partition(":")
-    if kind not in REPORT_KINDS or not colon or not path:
-        raise ValueError(f"needs KIND:PATH with KIND one of {', '.join(REPORT_KINDS)}")
-    return ReportTarget(kind, Path(path))
-
-
-def parse_cache_type(text: str) -> str:
-    """Check the data type of the K cache."""
-    if text not in CACHE_TYPES:
-        raise ValueError(
-            f"is no K cache type that can be verified; accepted: {', '.join(CACHE_TYPES)}"
-        )
-    return text
-
-
-def whole_number(minimum: int, unit: str) -> Callable[[str], int]:
-    """Return a parser of whole numbers from ``minimum``."""
-
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = minimum - 1
-        if number < minimum:
-            raise ValueError(f"needs a whole number of {unit}, {minimum} or more")
-        return number
-
-    return parse
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        "model",
-        "FILE",
-        "GGUF model to capture; repeatable, each is judged on its own",
-        Path,
-        repeatable=True,
-    ),
-    Option(
-        "prompt",
-        "FILE",
-        "UTF-8 text the model reads first; repeatable, pooled into one profile",
-        Path,
-        repeatable=True,
-        capture_only=True,
-    ),
-    Option(
-        "trace",
-        "DIR",
-        "saved trace to judge, with no model; repeatable, pooled per model",
-        Path,
-        repeatable=True,
-    ),
-    Option(
-        "ctx",
-        "N",
-        "largest context in tokens [what the model was trained with]",
-        whole_number(1, "tokens"),
-        capture_only=True,
-    ),
-    Option(
-        "steps",
-        "START:STOP:STRIDE",
-        f"decode steps to sample [{STEPS_DEFAULT}]",
-        parse_steps,
-        STEPS_DEFAULT,
-        capture_only=True,
-    ),
-    Option(
-        "ngl",
-        "N",
-        "model layers to put on the GPU [0]",
-        whole_number(0, "layers"),
-        "0",
-        capture_only=True,
-    ),
-    Option(
-        "threads",
-        "N",
-        "CPU threads [all available]",
-        whole_number(1, "threads"),
-        capture_only=True,
-    ),
-    Option(
-        "cache-type-k",
-        "TYPE",
-        f"K cache data type: {', '.join(CACHE_TYPES)} [f16]",
-        parse_cache_type,
-        "f16",
-        capture_only=True,
-    ),
-    Option(
-        "save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True
-    ),
-    Option("page-size", "N", "tokens per KV page [32]", whole_number(1, "tokens"), "32"),
-    Option(
-        "sinks", "N", "first tokens that are always resident [32]", whole_number(0, "tokens"), "32"
-    ),
-    Option(
-        "recent",
-        "R",
-        "recent window: a fraction of the context below 1, else tokens [0.02]",
-        parse_recent,
-        "0.02",
-    ),
-    Option(
-        "budgets",
-        "B,B,…",
-        "fractions of the context to report [0.005,0.01,0.02,0.04]",
-        parse_budgets,
-        "0.005,0.01,0.02,0.04",
-    ),
-    Option(
-        "selectors",
-        "S,S,…",
-        "selectors to report [oracle,landmark,token-oracle]",
-        parse_selectors,
-        "oracle,landmark,token-oracle",
-    ),
-    Option(
-        "report",
-        "KIND:PATH",
-        "write a report, such as json:kvgate.json; repeatable",
-        parse_report,
-        repeatable=True,
-    ),
-)
-
-
-def add_options(parser: pytest.Parser) -> None:
-    """Declare every option and its ini key."""
-    group = parser.getgroup("kvgate", "KV paging gates (pytest-kvgate)")
-    for option in OPTIONS:
-        group.addoption(
-            option.flag,
-            dest=option.ini,
-            metavar=option.metavar,
-            action="append" if option.repeatable else "store",
-            default=None,
-            help=option.help,
-        )
-        meaning = f"{option.help} (as {option.flag})"
-        if option.repeatable:
-            parser.addini(option.ini, meaning, type="linelist", default=[])
-        else:
-            parser.addini(option.ini, meaning, type="string", default=None)
-
-
-def given_on_command_line(config: pytest.Config, *names: str) -> list[str]:
-    """Return the flags among ``names`` (all if empty) that the command line gives."""
-    return [
-        option.flag
-        for option in OPTIONS
-        if (not names or option.name in names) and config.getoption(option.ini) is not None
-    ]
 
 
 def check_ini_file_was_read(config: pytest.Config) -> None:

@@ -1,0 +1,173 @@
+"""Every ``--kvgate-*`` option and its ini key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kvgate.options.values import (
+    CACHE_TYPES,
+    parse_budgets,
+    parse_cache_type,
+    parse_recent,
+    parse_report,
+    parse_selectors,
+    parse_steps,
+    whole_number,
+)
+
+STEPS_DEFAULT = "0:257:8"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option and its ini key, ``--kvgate-page-size`` and ``kvgate_page_size``."""
+
+    name: str
+    metavar: str
+    help: str
+    parse: Callable[[str], Any]
+    default: str | None = None
+    repeatable: bool = False
+    capture_only: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The command-line spelling."""
+        return f"--kvgate-{self.name}"
+
+    @property
+    def ini(self) -> str:
+        """The ini key, which is also the name on ``config.option``."""
+        return f"kvgate_{self.name.replace('-', '_')}"
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "model",
+        "FILE",
+        "GGUF model to capture; repeatable, each is judged on its own",
+        Path,
+        repeatable=True,
+    ),
+    Option(
+        "prompt",
+        "FILE",
+        "UTF-8 text the model reads first; repeatable, pooled into one profile",
+        Path,
+        repeatable=True,
+        capture_only=True,
+    ),
+    Option(
+        "trace",
+        "DIR",
+        "saved trace to judge, with no model; repeatable, pooled per model",
+        Path,
+        repeatable=True,
+    ),
+    Option(
+        "ctx",
+        "N",
+        "largest context in tokens [what the model was trained with]",
+        whole_number(1, "tokens"),
+        capture_only=True,
+    ),
+    Option(
+        "steps",
+        "START:STOP:STRIDE",
+        f"decode steps to sample [{STEPS_DEFAULT}]",
+        parse_steps,
+        STEPS_DEFAULT,
+        capture_only=True,
+    ),
+    Option(
+        "ngl",
+        "N",
+        "model layers to put on the GPU [0]",
+        whole_number(0, "layers"),
+        "0",
+        capture_only=True,
+    ),
+    Option(
+        "threads",
+        "N",
+        "CPU threads [all available]",
+        whole_number(1, "threads"),
+        capture_only=True,
+    ),
+    Option(
+        "cache-type-k",
+        "TYPE",
+        f"K cache data type: {', '.join(CACHE_TYPES)} [f16]",
+        parse_cache_type,
+        "f16",
+        capture_only=True,
+    ),
+    Option(
+        "save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True
+    ),
+    Option("page-size", "N", "tokens per KV page [32]", whole_number(1, "tokens"), "32"),
+    Option(
+        "sinks", "N", "first tokens that are always resident [32]", whole_number(0, "tokens"), "32"
+    ),
+    Option(
+        "recent",
+        "R",
+        "recent window: a fraction of the context below 1, else tokens [0.02]",
+        parse_recent,
+        "0.02",
+    ),
+    Option(
+        "budgets",
+        "B,B,…",
+        "fractions of the context to report [0.005,0.01,0.02,0.04]",
+        parse_budgets,
+        "0.005,0.01,0.02,0.04",
+    ),
+    Option(
+        "selectors",
+        "S,S,…",
+        "selectors to report [oracle,landmark,token-oracle]",
+        parse_selectors,
+        "oracle,landmark,token-oracle",
+    ),
+    Option(
+        "report",
+        "KIND:PATH",
+        "write a report, such as json:kvgate.json; repeatable",
+        parse_report,
+        repeatable=True,
+    ),
+)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare every option and its ini key."""
+    group = parser.getgroup("kvgate", "KV paging gates (pytest-kvgate)")
+    for option in OPTIONS:
+        group.addoption(
+            option.flag,
+            dest=option.ini,
+            metavar=option.metavar,
+            action="append" if option.repeatable else "store",
+            default=None,
+            help=option.help,
+        )
+        meaning = f"{option.help} (as {option.flag})"
+        if option.repeatable:
+            parser.addini(option.ini, meaning, type="linelist", default=[])
+        else:
+            parser.addini(option.ini, meaning, type="string", default=None)
+
+
+def given_on_command_line(config: pytest.Config, *names: str) -> list[str]:
+    """Return the flags among ``names`` (all if empty) that the command line gives."""
+    return [
+        option.flag
+        for option in OPTIONS
+        if (not names or option.name in names) and config.getoption(option.ini) is not None
+    ]

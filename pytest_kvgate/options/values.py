@@ -1,0 +1,109 @@
+"""How the text of each option becomes a value; a bad one is a ValueError that says what is good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+#: K cache types whose rounding of q is known, so that a capture can be verified. q4_1 and q5_1 keep
+#: a sum beside each block of q that no rounding of q alone reproduces.
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q4_0", "iq4_nl")
+REPORT_KINDS = ("json",)
+
+
+@dataclass(frozen=True)
+class ReportTarget:
+    """One ``--kvgate-report KIND:PATH``."""
+
+    kind: str
+    path: Path
+
+
+def parse_steps(text: str) -> range:
+    """Parse ``START:STOP:STRIDE`` (STRIDE optional) into sampled decode steps."""
+    try:
+        start, stop, stride = (int(part) for part in ([*text.split(":"), "1"])[:3])
+        well_formed = text.count(":") in (1, 2)
+    except ValueError:
+        well_formed = False
+    if not well_formed or start < 0 or stride < 1 or stop <= start:
+        raise ValueError(
+            "needs START:STOP:STRIDE in decode steps, with 0 <= START < STOP and STRIDE >= 1, "
+            "such as 0:257:8"
+        )
+    return range(start, stop, stride)
+
+
+def parse_budgets(text: str) -> tuple[float, ...]:
+    """Parse comma-separated fractions of the context into sorted budgets."""
+    try:
+        budgets = tuple(sorted({float(part) for part in text.split(",")}))
+        valid = all(0 < budget <= 1 for budget in budgets)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            "needs comma-separated fractions of the context, each above 0 and up to 1, such as "
+            "0.01,0.02"
+        )
+    return budgets
+
+
+def parse_selectors(text: str) -> tuple[str, ...]:
+    """Parse comma-separated selector names."""
+    from pytest_kvgate.analysis import SELECTORS  # noqa: PLC0415 - brings numpy
+
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    unknown = [name for name in names if name not in SELECTORS]
+    if unknown:
+        raise ValueError(
+            f"names {unknown[0]!r}, which is no selector; accepted: {', '.join(SELECTORS)}"
+        )
+    return names
+
+
+def parse_recent(text: str) -> float:
+    """Parse the recent window: a fraction below 1, or a whole number of tokens."""
+    try:
+        recent = float(text)
+    except ValueError:
+        recent = math.nan
+    if not (0 <= recent < 1 or (recent >= 1 and recent.is_integer())):
+        raise ValueError(
+            "needs a fraction of the context below 1, such as 0.02, or a whole number of tokens"
+        )
+    return recent
+
+
+def parse_report(text: str) -> ReportTarget:
+    """Parse ``KIND:PATH``; an existing file is only replaced if it is such a report."""
+    kind, colon, path = text.partition(":")
+    if kind not in REPORT_KINDS or not colon or not path:
+        raise ValueError(f"needs KIND:PATH with KIND one of {', '.join(REPORT_KINDS)}")
+    return ReportTarget(kind, Path(path))
+
+
+def parse_cache_type(text: str) -> str:
+    """Check the data type of the K cache."""
+    if text not in CACHE_TYPES:
+        raise ValueError(
+            f"is no K cache type that can be verified; accepted: {', '.join(CACHE_TYPES)}"
+        )
+    return text
+
+
+def whole_number(minimum: int, unit: str) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise ValueError(f"needs a whole number of {unit}, {minimum} or more")
+        return number
+
+    return parse

@@ -1,0 +1,253 @@
+"""pytest hooks and fixtures; each calls the room that does the work.
+
+Importing this module imports neither numpy nor llama_cpp: a session without gates pays nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_kvgate.options import add_options, given_on_command_line
+from pytest_kvgate.plugin.items import (
+    BROKEN,
+    GATES,
+    ROWS,
+    broken_evidence,
+    declared_gates,
+    failure_text,
+    is_involved,
+    judge,
+    mark_not_evaluated,
+)
+from pytest_kvgate.plugin.reports import VerdictCollector, write_reports
+from pytest_kvgate.plugin.state import (
+    NO_EVIDENCE,
+    STATE,
+    State,
+    headline,
+    open_session,
+    require_session,
+    settings_of,
+    state_of,
+    subjects_of,
+)
+
+if TYPE_CHECKING:
+    from pytest_kvgate.analysis import Profile
+    from pytest_kvgate.trace import Trace
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options and ini keys."""
+    add_options(parser)
+
+
+@pytest.hookimpl(trylast=True)  # after a conftest.py that adds to the ini keys
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker; check what the command line says before anything runs."""
+    config.addinivalue_line(
+        "markers",
+        "kvgate(budget, min_coverage, selector=None, page_size=None): at a budget (fraction of the "
+        "context) the selector's pages must hold min_coverage of the eligible attention mass; "
+        "without a selector, both oracle (the ceiling) and landmark must. Stackable.",
+    )
+    state = config.stash[STATE] = State()
+    config.pluginmanager.register(VerdictCollector(state), "kvgate-verdicts")
+    if given_on_command_line(config):
+        subjects_of(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the traces that nobody asked to keep."""
+    state = config.stash.get(STATE, None)
+    if state is not None and state.folder is not None and state.owns_folder:
+        shutil.rmtree(state.folder, ignore_errors=True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a gate once per model, and a test of a single trace once per trace."""
+    if not is_involved(metafunc.definition, metafunc.fixturenames):
+        return
+    subjects = subjects_of(metafunc.config)
+    choices: list[tuple[str, tuple[int, int | None]]] = [
+        (subject.label, (number, None)) for number, subject in enumerate(subjects)
+    ]
+    if "kvgate_trace" in metafunc.fixturenames:
+        choices = [
+            (source.label, (number, position))
+            for number, subject in enumerate(subjects)
+            for position, source in enumerate(subject.sources)
+        ]
+    if len(choices) > 1:
+        if "_kvgate_choice" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("_kvgate_choice")
+        labels, values = zip(*choices, strict=True)
+        metafunc.parametrize("_kvgate_choice", values, ids=labels, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Check every gate's arguments before any test runs."""
+    involved = [item for item in items if is_involved(item, getattr(item, "fixturenames", ()))]
+    if not involved:
+        return
+    state_of(config).involved = True
+    try:
+        for item in involved:
+            item.stash[GATES] = declared_gates(item)
+            if not settings_of(config).has_evidence:
+                item.add_marker(pytest.mark.skip(reason=NO_EVIDENCE))
+        open_session(config, (gate for item in involved for _, gate in item.stash[GATES]))
+    except pytest.UsageError as error:
+        if not hasattr(config, "workeroutput"):
+            raise
+        # an xdist worker cannot end the run with a usage error; its controller does
+        config.workeroutput["kvgate_usage_error"] = str(error)
+        items.clear()
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say in one line what the command line puts to the test."""
+    return [headline(config)] if given_on_command_line(config, "model", "trace") else []
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Say the same for gates that the ini file or a conftest.py supplies with a model."""
+    gates = any(item.stash.get(GATES, ()) for item in items)
+    if not gates or given_on_command_line(config, "model", "trace"):
+        return []
+    return [headline(config)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Judge the test's gates, run its body, and fail it if a gate was missed."""
+    try:
+        results = list(judge(item))
+    except Exception:
+        item.stash[BROKEN] = True
+        raise
+    failures = [result for result in results if result.verdict != "GO"]
+    broken = any(result.verdict == "INVALID" for result in failures)
+    if broken:
+        item.stash[BROKEN] = True
+    outcome = None
+    try:
+        outcome = yield
+    except (KeyboardInterrupt, SystemExit, pytest.exit.Exception):
+        raise
+    except BaseException as error:
+        # a body that skips does not take a missed gate along, nor an expected failure a broken one
+        if not failures:
+            raise
+        if not broken and not isinstance(error, pytest.skip.Exception):
+            item.add_report_section("call", "kvgate", failure_text(failures))
+            raise
+    if failures:
+        pytest.fail(failure_text(failures), pytrace=False)
+    return outcome
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let the report carry the verdicts; an xfail excuses a missed gate, not a broken one."""
+    report = yield
+    if call.excinfo is not None and item.stash.get(BROKEN, False):
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+        if report.outcome == "skipped":
+            report.outcome = "failed"
+            report.longrepr = str(call.excinfo.value)
+    if call.when == "setup" and not report.passed:
+        mark_not_evaluated(item, report)
+    if ROWS in item.stash:
+        # an attribute of plain values: it travels from an xdist worker with the report
+        report.__dict__["kvgate_rows"] = item.stash[ROWS]
+        del item.stash[ROWS]
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the reports; a run that was to judge a model but held no gate is not a success."""
+    config = session.config
+    state = state_of(config)
+    if state.session is not None:
+        state.documents.update(state.session.documents)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["kvgate_documents"] = state.documents
+        return
+    if state.usage_error is not None:
+        raise pytest.UsageError(state.usage_error)
+    finished = session.exitstatus in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
+    if not finished or config.getoption("collectonly"):
+        return
+    asked = given_on_command_line(config, "model", "trace")
+    if state.involved or state.rows or given_on_command_line(config, "report"):
+        write_reports(config)
+    if asked and not state.rows and not state.documents:
+        state.problems.append(f"{asked[0]} was given, but no gate was run: NOTHING WAS EVALUATED.")
+        if session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+    if state.problems and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List every gate, and what was measured."""
+    state = state_of(terminalreporter.config)
+    if not (state.rows or state.documents or state.problems):
+        return
+    from pytest_kvgate.report.summary import summary_lines  # noqa: PLC0415
+
+    terminalreporter.section("kvgate")
+    for line in summary_lines(state.documents.values(), state.rows, state.problems):
+        terminalreporter.line(line)
+    save = None if state.settings is None else state.settings.save
+    if save is not None and state.documents:
+        terminalreporter.line(f"Captured traces are kept below {save}.")
+
+
+@pytest.fixture
+def kvgate_profile(
+    request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None]
+) -> Profile:
+    """Pooled profile of the model under test, at the page size of the test's gates."""
+    gates = [gate for _, gate in request.node.stash.get(GATES, ())]
+    session = require_session(request.config)
+    sizes = {gate.page_size or session.page_size for gate in gates}
+    if len(sizes) > 1:
+        pytest.fail(
+            f"kvgate_profile is ambiguous: the gates of this test use pages of "
+            f"{' and '.join(map(str, sorted(sizes)))} tokens. Split the test, one page size each.",
+            pytrace=False,
+        )
+    page_size = sizes.pop() if sizes else session.page_size
+    subject = session.subjects[_kvgate_choice[0]]
+    with broken_evidence(request.node):
+        session.describe(subject, page_size)
+        return session.trusted_profile(subject, page_size)
+
+
+@pytest.fixture
+def kvgate_trace(request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None]) -> Trace:
+    """One captured or saved trace; with several, the test runs once for each."""
+    session = require_session(request.config)
+    subject, position = _kvgate_choice
+    with broken_evidence(request.node):
+        return session.evidence.trace(session.subjects[subject].sources[position or 0])
+
+
+@pytest.fixture
+def _kvgate_choice(request: pytest.FixtureRequest) -> tuple[int, int | None]:
+    """Which subject, and which of its sources, a test is about."""
+    choice: tuple[int, int | None] = getattr(request, "param", (0, None))
+    return choice

@@ -1,0 +1,55 @@
+"""Verdicts on their way to where they are shown: collected, and written as reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_kvgate.plugin.state import State, capture_folder, open_session, settings_of, state_of
+
+
+class VerdictCollector:
+    """Gathers verdicts where the summary is printed: here, or from the workers of xdist."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the verdicts that a test's report carries."""
+        self._state.rows.extend(getattr(report, "kvgate_rows", ()))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:  # noqa: ANN401 - a type of xdist's own
+        """Let all xdist workers share one folder, and with it one capture."""
+        node.workerinput["kvgate_folder"] = str(capture_folder(node.config))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:  # noqa: ANN401
+        """Keep what an xdist worker measured."""
+        output = getattr(node, "workeroutput", {})
+        self._state.documents.update(output.get("kvgate_documents", {}))
+        self._state.usage_error = output.get("kvgate_usage_error", self._state.usage_error)
+
+
+def write_reports(config: pytest.Config) -> None:
+    """Write every report that was asked for; what no gate looked at is measured now."""
+    from pytest_kvgate.pipeline import EvidenceError  # noqa: PLC0415
+    from pytest_kvgate.report.document import report_document, write_report  # noqa: PLC0415
+
+    settings = settings_of(config)
+    if not settings.reports:
+        return
+    state = state_of(config)
+    session = state.session or open_session(config, ())
+    if session is not None:
+        session.documents.update(state.documents)
+        for subject in session.subjects:
+            try:
+                session.describe(subject, settings.page_size)
+            except EvidenceError as error:
+                state.problems.append(str(error))
+        state.documents = session.documents
+    document = report_document(settings.as_reported(), state.documents.values(), state.rows)
+    for target in settings.reports:
+        write_report(target.path, document)

@@ -1,0 +1,133 @@
+"""What this process knows of its gates, kept on the config and made when it is first needed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_kvgate.options import Settings, resolve_settings
+
+if TYPE_CHECKING:
+    from pytest_kvgate.gate import Gate
+    from pytest_kvgate.pipeline import Subject
+    from pytest_kvgate.session import GateSession
+
+NO_EVIDENCE = (
+    "kvgate has no model and no trace, so this gate was NOT EVALUATED; give --kvgate-model=FILE "
+    "and --kvgate-prompt=FILE, or --kvgate-trace=DIR"
+)
+
+
+@dataclass
+class State:
+    """What this process knows: settings and evidence on demand, verdicts as they come."""
+
+    settings: Settings | None = None
+    subjects: tuple[Subject, ...] | None = None
+    session: GateSession | None = None
+    folder: Path | None = None
+    owns_folder: bool = False
+    involved: bool = False
+    usage_error: str | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+STATE = pytest.StashKey[State]()
+
+
+def state_of(config: pytest.Config) -> State:
+    return config.stash[STATE]
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    state = state_of(config)
+    if state.settings is None:
+        state.settings = resolve_settings(config)
+    return state.settings
+
+
+def subjects_of(config: pytest.Config) -> tuple[Subject, ...]:
+    state = state_of(config)
+    if state.subjects is None:
+        settings = settings_of(config)
+        if not settings.has_evidence:
+            return ()
+        from pytest_kvgate.pipeline import EVIDENCE_ERRORS  # noqa: PLC0415
+        from pytest_kvgate.session import find_subjects  # noqa: PLC0415
+
+        try:
+            state.subjects = find_subjects(settings)
+        except EVIDENCE_ERRORS as error:
+            raise pytest.UsageError(f"kvgate: {error}") from None
+    return state.subjects
+
+
+def headline(config: pytest.Config) -> str:
+    subjects = subjects_of(config)
+    if not subjects:
+        return "kvgate: no model and no trace; gates are NOT EVALUATED"
+    models = ", ".join(subject.label for subject in subjects)
+    n_source = sum(len(subject.sources) for subject in subjects)
+    kind = "saved trace" if settings_of(config).traces else "capture"
+    return (
+        f"kvgate: {models}; {n_source} {kind}{'s' * (n_source > 1)}, "
+        f"{settings_of(config).page_size}-token pages"
+    )
+
+
+def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | None:
+    """Prepare to judge these gates; None where there is nothing to judge them on."""
+    subjects = subjects_of(config)
+    if not subjects:
+        return None
+    from pytest_kvgate.session import GateSession, gather_evidence  # noqa: PLC0415
+
+    gates = list(gates)
+    evidence = gather_evidence(settings_of(config), gates, capture_folder(config))
+    evidence.announce = _announcer(config)
+    thresholds = tuple(sorted({gate.min_coverage for gate in gates}))
+    session = GateSession(evidence, subjects, thresholds)
+    state_of(config).session = session
+    return session
+
+
+def require_session(config: pytest.Config) -> GateSession:
+    session = state_of(config).session
+    if session is None:  # a fixture that was asked for by name while the test ran
+        session = open_session(config, ())
+    if session is None:
+        pytest.skip(NO_EVIDENCE)
+    return session
+
+
+def capture_folder(config: pytest.Config) -> Path:
+    """Return the folder for captures: the xdist controller's if this is a worker, else our own."""
+    state = state_of(config)
+    if state.folder is None:
+        given = getattr(config, "workerinput", {}).get("kvgate_folder")
+        state.owns_folder = given is None
+        state.folder = Path(given or tempfile.mkdtemp(prefix="kvgate-"))
+    return state.folder
+
+
+def _announcer(config: pytest.Config) -> Callable[[str], None]:
+    """Return a function that prints a line past pytest's capture, where there is a terminal."""
+    terminal = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+
+    def announce(message: str) -> None:
+        if terminal is None or terminal.verbosity < 0:
+            return
+        with nullcontext() if capture is None else capture.global_and_fixture_disabled():
+            terminal.ensure_newline()
+            terminal.write_line(f"kvgate: {message}")
+
+    return announce
