@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-PROMPT_CHARACTERS = 13_000
+PROMPT_CHARACTERS = 9_500
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
-from pytest_kvgate.analysis import SELECTORS, Profile
+from pytest_kvgate.analysis import SELECTORS, SOFTMAX_TOLERANCE, Profile
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import percent, share
 
 #: INVALID: the question cannot be answered from these traces, so the gate does not pass.
 Verdict = Literal["GO", "NO-GO", "INVALID", "NOT EVALUATED"]
+
+#: A verified error above this is passed on to the reader of a verdict.
+UNUSUAL_ERROR = 1e-5
 
 ACCEPTED_ARGUMENTS = ("budget", "min_coverage", "selector", "page_size")
 
@@ -183,7 +186,7 @@ def unanswered(
 def _fraction(name: str, value: object, meaning: str) -> float:
     number = isinstance(value, Real) and not isinstance(value, bool)
     # "not (0 < x <= 1)" also turns away NaN
-    if not number or not 0 < float(value) <= 1:  # type: ignore[arg-type]
+    if not number or not 0 < value <= 1:  # type: ignore[operator]
         raise GateError(
             f"kvgate({name}={value!r}): {name} is {meaning}, a number above 0 and up to 1."
         )
@@ -216,8 +219,15 @@ def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
 
 
 def _notes(profile: Profile) -> Iterable[str]:
-    if any(trace.verification is None for trace in profile.traces):
+    checked = [trace.verification for trace in profile.traces if trace.verification is not None]
+    if len(checked) < len(profile.traces):
         yield "unverified trace: never compared with the model's own softmax"
+    worst = max((verification.max_abs_error for verification in checked), default=0.0)
+    if UNUSUAL_ERROR < worst <= SOFTMAX_TOLERANCE:
+        yield (
+            f"verified to {worst:.1e} only; right reads lie near 1e-6 on the CPU, so look into it "
+            "unless this ran on a GPU"
+        )
 
 
 def _missed_reason(
@@ -225,7 +235,13 @@ def _missed_reason(
 ) -> str:
     at = f"at a budget of {percent(gate.budget)}"
     ceiling = observed[ORACLE]
-    if missed.selector != TOKEN_ORACLE and ceiling < gate.min_coverage:
+    if missed.selector == TOKEN_ORACLE:
+        return (
+            f"attention is too diffuse: even the best tokens, picked one by one, hold "
+            f"{share(missed.observed)} of the eligible mass {at}, so no selector of pages or tokens "
+            f"can pass. {_enough(profile, TOKEN_ORACLE, gate.min_coverage)}"
+        )
+    if ceiling < gate.min_coverage:
         return (
             f"the ceiling is below the threshold: even a perfect selector of "
             f"{profile.grid.page_size}-token pages holds {share(ceiling)} of the eligible mass "
@@ -245,8 +261,8 @@ def _enough(profile: Profile, selector: str, coverage: float) -> str:
     budget = profile.required_budget(selector, coverage)
     subject = "the ceiling" if selector == ORACLE else selector
     if budget is None:
-        return f"No budget lets {subject} reach {coverage:g}."
-    return f"The smallest budget at which {subject} reaches {coverage:g} is {percent(budget)}."
+        return f"No budget lets {subject} reach {coverage}."
+    return f"The smallest budget at which {subject} reaches {coverage} is {percent(budget)}."
 
 
 def _go_reason(result: GateResult) -> str:

@@ -25,7 +25,7 @@ from pytest_kvgate.pipeline import (
 from pytest_kvgate.report.document import Document, profile_document
 
 if TYPE_CHECKING:
-    from pytest_kvgate.options import Settings
+    from pytest_kvgate.options.settings import Settings
 
 
 def find_subjects(settings: Settings) -> tuple[Subject, ...]:

@@ -81,7 +81,7 @@ def layer_units(
         for block in step_blocks(len(steps), group, n_token):
             n_visible = [step.n_visible for step in steps[block]]
             block_queries = np.asarray(queries[block], dtype=np.float32)
-            masses = group_masses(layer, kv_head, block_queries, keys, n_visible)
+            masses = group_masses(layer, kv_head, block_queries, keys, n_visible, block.start)
             scores = {
                 name: score(block_queries, pages)
                 for name, score in PAGE_SELECTORS.items()
@@ -125,7 +125,8 @@ def _unit(
         else:
             curves[name] = _curve(page_mass[rank(scores[name][first:end])])
     total_heads = masses.sum(axis=1, dtype=np.float64)
-    eligible_share = eligible_heads.sum(axis=1, dtype=np.float64) / total_heads
+    with np.errstate(invalid="ignore"):  # a learned sink can leave a head no mass at all
+        eligible_share = eligible_heads.sum(axis=1, dtype=np.float64) / total_heads
     support, hottest = _head_shape(eligible_heads)
     return Unit(
         step=step,
@@ -156,7 +157,7 @@ def _head_shape(masses: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArr
         share /= total
         information = share * np.log(share)
     entropy = -np.where(share > 0, information, 0.0).sum(axis=1)
-    empty = total[:, 0] < LEAST_ELIGIBLE_MASS
+    empty = total[:, 0] <= 0
     support = np.where(empty, np.nan, np.exp(entropy))
     hottest = np.where(empty, np.nan, share.max(axis=1, initial=0.0))
     return support, hottest

@@ -29,6 +29,7 @@ def group_masses(
     queries: NDArray[np.float32],
     keys: NDArray[np.float32],
     n_visible: Sequence[int],
+    first_step: int = 0,
 ) -> NDArray[np.float32]:
     """Return the attention masses ``p[h, j]`` of one GQA group at several steps.
 
@@ -38,6 +39,7 @@ def group_masses(
         queries: ``[n_step, G, head_dim]`` float32, the group's queries.
         keys: ``[n_token, head_dim]`` float32, with ``n_token >= max(n_visible)``.
         n_visible: visible positions per step, the query's own included.
+        first_step: number of the first of these steps in its trace, for errors.
 
     Returns:
         ``[n_step, G, n_token]`` float32; zero where a position is not visible. A row sums to 1,
@@ -52,27 +54,26 @@ def group_masses(
     scaled = (queries * np.float32(layer.scale)).reshape(n_step * group, head_dim)
     with np.errstate(over="ignore", invalid="ignore"):
         logits = np.asarray(scaled @ keys.T, dtype=np.float32).reshape(n_step, group, n_token)
-    if layer.softcap is not None:
-        cap = np.float32(layer.softcap)
-        logits /= cap
-        np.tanh(logits, out=logits)
-        logits *= cap
     slopes = None
     if layer.alibi_slopes is not None:
         slopes = np.array(layer.alibi_slopes[heads], dtype=np.float32)
     sinks = None if layer.sinks is None else np.asarray(layer.sinks[heads], dtype=np.float32)
     for step, n in enumerate(n_visible):
         row = logits[step]
-        if slopes is not None:
-            distance = np.arange(n - 1, -1, -1, dtype=np.float32)
-            row[:, :n] -= slopes[:, None] * distance
         first = 0 if layer.window is None else max(0, n - layer.window)
         visible = row[:, first:n]
-        if not np.isfinite(visible).all():
+        if not np.isfinite(visible).all():  # before the softcap, which would hide an infinity
             raise TraceError(
-                f"layer {layer.index}, KV head {kv_head}, step {step}: q·k is not a finite "
-                "number, so the trace holds broken values. Capture it again."
+                f"layer {layer.index}, KV head {kv_head}, step {first_step + step}: q·k is not a "
+                "finite number, so the trace holds broken values. Capture it again."
             )
+        if layer.softcap is not None:
+            cap = np.float32(layer.softcap)
+            visible /= cap
+            np.tanh(visible, out=visible)
+            visible *= cap
+        if slopes is not None:
+            visible -= slopes[:, None] * np.arange(n - 1 - first, -1, -1, dtype=np.float32)
         top = visible.max(axis=1)
         if sinks is not None:
             np.maximum(top, sinks, out=top)

@@ -30,6 +30,14 @@ class PageGrid:
     sinks: int = 32
     recent: float = 0.02
 
+    def __post_init__(self) -> None:
+        whole = self.recent < 1 or float(self.recent).is_integer()
+        if self.page_size < 1 or self.sinks < 0 or not self.recent >= 0 or not whole:
+            raise ValueError(
+                f"{self}: accepted: page_size from 1, sinks from 0, recent from 0, a fraction "
+                "below 1 or a whole number of tokens."
+            )
+
     def recent_tokens(self, n_visible: int) -> int:
         """Return R, the length of the recent window in tokens."""
         if self.recent < 1:
@@ -47,7 +55,8 @@ class PageGrid:
 
     def pages_for(self, budget: float, n_visible: int) -> int:
         """Return k = floor(B·n/P), the pages a budget buys per KV head; 0 is undefined."""
-        return int(exact(budget) * n_visible // self.page_size)
+        fraction = exact(budget)
+        return fraction.numerator * n_visible // (fraction.denominator * self.page_size)
 
     def pages_for_all(self, budgets: tuple[float, ...], n_visible: int) -> NDArray[np.int64]:
         """Return ``[n_budget]`` pages, as `pages_for` does for each budget."""

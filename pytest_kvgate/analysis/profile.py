@@ -30,7 +30,7 @@ class Profile:
     layer index; ``eligible_mass`` (the eligible share of the mass on real tokens), ``support`` and
     ``hottest`` are means over the unit's query heads. ``covered`` and ``total`` are
     ``[n_selector, n_budget, n_unit]`` float64, NaN where the budget is below one page.
-    ``covered_curve`` and ``total_curve`` are ``[n_selector, 1000]``: the means over units at each
+    ``covered_curve`` and ``total_curve`` are ``[n_selector, 1000]``: the sums over units at each
     budget of ``BUDGET_GRID``, where a budget below one page counts as selecting nothing.
     """
 
@@ -95,7 +95,10 @@ class Profile:
         Raises:
             NotMeasuredError: the selector was not measured.
         """
-        reached = np.flatnonzero(self.covered_curve[self._selector(selector)] >= coverage)
+        if not self.n_unit:
+            return None
+        mean = self.covered_curve[self._selector(selector)] / self.n_unit
+        reached = np.flatnonzero(mean >= coverage)
         return BUDGET_GRID[reached[0]] if len(reached) else None
 
     def undefined_reason(self, budget: float) -> str | None:
@@ -121,7 +124,7 @@ class Profile:
             return float(units[row, self.budgets.index(budget)].mean())
         if budget in BUDGET_GRID:
             self._require_defined(budget)
-            return float(curve[row, BUDGET_GRID.index(budget)])
+            return float(curve[row, BUDGET_GRID.index(budget)]) / self.n_unit
         raise NotMeasuredError(self._unknown_budget(budget, self.budgets))
 
     def _selector(self, selector: str) -> int:
@@ -207,8 +210,8 @@ def profile_trace(
         hottest=shape[:, 2],
         covered=np.moveaxis(np.array(covered).reshape(by_unit), 0, -1),
         total=np.moveaxis(np.array(total).reshape(by_unit), 0, -1),
-        covered_curve=covered_curve / max(1, len(covered)),
-        total_curve=total_curve / max(1, len(covered)),
+        covered_curve=covered_curve,
+        total_curve=total_curve,
         skipped_units=skipped,
     )
 
@@ -218,8 +221,6 @@ def pool(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     if len(profiles) == 1:
         return first
-    weights = np.array([profile.n_unit for profile in profiles], dtype=np.float64)
-    weights /= max(1.0, weights.sum())
     return Profile(
         traces=tuple(trace for profile in profiles for trace in profile.traces),
         grid=first.grid,
@@ -231,8 +232,8 @@ def pool(profiles: Sequence[Profile]) -> Profile:
         hottest=np.concatenate([profile.hottest for profile in profiles]),
         covered=np.concatenate([profile.covered for profile in profiles], axis=-1),
         total=np.concatenate([profile.total for profile in profiles], axis=-1),
-        covered_curve=np.tensordot(weights, [profile.covered_curve for profile in profiles], 1),
-        total_curve=np.tensordot(weights, [profile.total_curve for profile in profiles], 1),
+        covered_curve=np.sum([profile.covered_curve for profile in profiles], axis=0),
+        total_curve=np.sum([profile.total_curve for profile in profiles], axis=0),
         skipped_units=sum(profile.skipped_units for profile in profiles),
     )
 

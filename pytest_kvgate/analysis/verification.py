@@ -6,10 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis.masses import group_masses, head_keys
-from pytest_kvgate.trace import Layer, Reference, Trace, TraceError, Verification
+from pytest_kvgate.trace import UNROUNDED, Layer, Reference, Trace, TraceError, Verification
 
-#: Worst absolute difference of one attention weight that a right read can show. Right reads lie
-#: below 1e-5; the nearest wrong ones (a shifted head, a stale row) lie above 1e-2.
+#: Worst absolute difference of one attention weight that is tolerated. Right reads lie near 1e-6 on
+#: the CPU; other backends round q in ways that are not modelled. Shifted heads or positions lie
+#: above 1e-1, but two swapped rows of little mass can hide below the tolerance.
 SOFTMAX_TOLERANCE = 1e-3
 
 
@@ -22,8 +23,13 @@ def verify_softmax(trace: Trace, reference: Reference) -> Verification:
 
     Returns:
         The worst absolute error over layers, steps, query heads and positions. Positions that the
-        engine masks and the trace does not, or the reverse, count as errors.
+        engine masks and the trace does not, or the reverse, count as errors; so does a q in the
+        trace that is not the one the engine multiplied.
     """
+    for position, layer in enumerate(trace.layers):
+        stored = layer.q[list(reference.steps)]
+        if not np.array_equal(stored, reference.queries[UNROUNDED][position]):
+            return Verification.of(float("inf"), SOFTMAX_TOLERANCE, "softmax")
     errors = {
         rounding: max(
             _layer_error(trace, reference, position, queries[position])

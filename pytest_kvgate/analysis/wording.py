@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 
 UNDEFINED = "–"
 
 
+@cache
 def exact(value: float) -> Fraction:
     """Return the decimal number that ``value`` prints as."""
     return Fraction(repr(float(value)))

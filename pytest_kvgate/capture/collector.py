@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pytest_kvgate.capture.basis import alibi_slopes, rotate, round_like_product
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.engine import AttentionRead
-from pytest_kvgate.trace import Reference, Step, TraceWriter
+from pytest_kvgate.trace import UNROUNDED, Reference, Step, TraceWriter
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Collector:
         return Reference(
             steps=steps,
             softmax=tuple(tuple(record.softmax) for record in records),
-            queries={"as K": tuple(rounded), "unrounded": tuple(unrounded)},
+            queries={"as K": tuple(rounded), UNROUNDED: tuple(unrounded)},
         )
 
     def _write_layer(

@@ -83,11 +83,16 @@ def _fitting_tokens(
     limit = settings.n_context or engine.trained_context
     origin = "--kvgate-ctx" if settings.n_context else "the context the model was trained with"
     n_decode = settings.steps[-1] + 1
+    if n_decode >= limit:
+        raise CaptureError(
+            f"{n_decode} decode steps alone do not fit into the context of {limit} tokens "
+            f"({origin}). Sample fewer --kvgate-steps, or raise --kvgate-ctx."
+        )
     if len(tokens) + n_decode > limit:
         raise CaptureError(
             f"prompt {prompt.name!r} is {len(tokens)} tokens, and with {n_decode} decode steps it "
             f"needs {len(tokens) + n_decode}; the context holds {limit} ({origin}). Shorten the "
-            f"prompt to {max(0, limit - n_decode)} tokens, sample fewer --kvgate-steps, or raise "
+            f"prompt to {limit - n_decode} tokens, sample fewer --kvgate-steps, or raise "
             "--kvgate-ctx."
         )
     engine.start(len(tokens) + n_decode)

@@ -56,8 +56,8 @@ class AttentionRead:
 class AttentionHook:
     """Calls ``on_read`` for each attention node of a decode step while it is armed.
 
-    An exception (Ctrl-C too) cannot cross the C library; it is kept, stops the graph, and is raised
-    by `raise_pending` once the library has returned.
+    An exception cannot cross the C library; it is kept, stops the graph, and is raised by
+    `raise_pending` once the library has returned.
     """
 
     def __init__(self, ggml: Ggml) -> None:
@@ -146,6 +146,9 @@ class AttentionHook:
                 "this model's attention reads keys of its own batch and not a KV cache (an encoder "
                 "or a diffusion model), so there is nothing to page."
             )
+        read_queries = self._queries.get(ctypes.addressof(product))
+        if read_queries is None:
+            raise EngineError("attention can be read in a decode step of one token only.")
         address = keys.view_src or 0
         shared = address in self._caches
         self._caches.add(address)
@@ -158,7 +161,7 @@ class AttentionHook:
 
         return AttentionRead(
             index=_layer_index(node, self._count),
-            queries=self._queries[ctypes.addressof(product)],
+            queries=read_queries,
             n_head_kv=keys.ne[2],
             key_type=ggml.type_name(keys.type),
             read_keys=read_keys,

@@ -105,11 +105,13 @@ class Ggml:
 
     def type_number(self, name: str) -> int:
         """Return the number of a data type, looked up by name."""
-        for number in range(64):
-            found = self._library.ggml_type_name(number)
-            if found is not None and found.decode() == name:
-                return number
-        raise EngineError(f"this llama-cpp-python knows no data type {name!r}.")
+        from gguf import GGMLQuantizationType  # noqa: PLC0415 - only an extra brings it
+
+        # asking the library about a number beyond its table would read past its end
+        known = {kind.name.lower(): int(kind) for kind in GGMLQuantizationType}
+        if name not in known or self.type_name(known[name]) != name:
+            raise EngineError(f"this llama-cpp-python knows no data type {name!r}.")
+        return known[name]
 
     def read(self, tensor: Tensor, n_row: int | None = None) -> FloatArray:
         """Read a tensor as ``[ne2, ne1, ne0]``: float16 where stored so, else float32.

@@ -6,6 +6,8 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -60,6 +62,9 @@ class Engine:
         self._path = path
         self.hook = AttentionHook(self._ggml)
         self._callback = self._llama.ggml_backend_sched_eval_callback(self.hook)
+        self._cancelled = False
+        self._abort = self._llama.ggml_abort_callback(lambda _user_data: self._cancelled)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvgate-decode")
         with self._log:
             params = self._llama.llama_model_default_params()
             params.n_gpu_layers = settings.n_gpu_layers
@@ -84,6 +89,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the context and the model."""
+        self._worker.shutdown()
         with self._log:
             if self._context:
                 self._llama.llama_free(self._context)
@@ -154,6 +160,7 @@ class Engine:
         params.type_k = self._ggml.type_number(self._settings.cache_type_k)
         params.swa_full = True  # windowed layers keep every row, so that row j is position j
         params.cb_eval = self._callback
+        params.abort_callback = self._abort
         with self._log:
             self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
@@ -170,7 +177,7 @@ class Engine:
             array = (llama.llama_token * len(part))(*part)  # the batch points into it
             batch = llama.llama_batch_get_one(array, len(part))
             with self._log:
-                status = llama.llama_decode(self._context, batch)
+                status = self._decode(batch)
             self.hook.raise_pending()
             if status:
                 raise EngineError(
@@ -179,6 +186,22 @@ class Engine:
         n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         logits = llama.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(logits, shape=(n_vocab,)).copy()
+
+    def _decode(self, batch: Any) -> int:  # noqa: ANN401 - a ctypes structure
+        """Run one batch in the worker thread, so that Ctrl-C cannot strike inside a callback.
+
+        Python raises it in the main thread only; there it would vanish into the C library.
+        """
+        self._cancelled = False
+        running = self._worker.submit(self._llama.llama_decode, self._context, batch)
+        try:
+            return int(running.result())
+        except BaseException:
+            self._cancelled = True
+            while not running.done():  # the library still uses the context
+                with suppress(KeyboardInterrupt):
+                    wait([running])
+            raise
 
     def _batch_size(self, n_context: int) -> int:
         """Return the largest power of two whose attention logits stay within `PREFILL_BYTES`."""

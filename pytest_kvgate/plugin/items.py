@@ -62,6 +62,7 @@ def judge(item: pytest.Item) -> Iterator[GateResult]:
 
 
 def failure_text(failures: Iterable[GateResult]) -> str:
+    """Return the whole text of a test that failed for its gates."""
     from pytest_kvgate.report.failure import gate_failure  # noqa: PLC0415
 
     return "\n\n".join("\n".join(gate_failure(result)) for result in failures)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kvgate.options import Settings, resolve_settings
-
 if TYPE_CHECKING:
     from pytest_kvgate.gate import Gate
+    from pytest_kvgate.options.settings import Settings
     from pytest_kvgate.pipeline import Subject
     from pytest_kvgate.session import GateSession
 
@@ -44,10 +43,14 @@ STATE = pytest.StashKey[State]()
 
 
 def state_of(config: pytest.Config) -> State:
+    """Return this session's state."""
     return config.stash[STATE]
 
 
 def settings_of(config: pytest.Config) -> Settings:
+    """Return the validated settings; raises pytest.UsageError where they are not valid."""
+    from pytest_kvgate.options.settings import resolve_settings  # noqa: PLC0415
+
     state = state_of(config)
     if state.settings is None:
         state.settings = resolve_settings(config)
@@ -55,6 +58,11 @@ def settings_of(config: pytest.Config) -> Settings:
 
 
 def subjects_of(config: pytest.Config) -> tuple[Subject, ...]:
+    """Return the models under test, none where nothing is given.
+
+    Raises:
+        pytest.UsageError: a setting, a model file or a saved trace is not usable.
+    """
     state = state_of(config)
     if state.subjects is None:
         settings = settings_of(config)
@@ -71,6 +79,7 @@ def subjects_of(config: pytest.Config) -> tuple[Subject, ...]:
 
 
 def headline(config: pytest.Config) -> str:
+    """Say in one line what gates are judged on."""
     subjects = subjects_of(config)
     if not subjects:
         return "kvgate: no model and no trace; gates are NOT EVALUATED"
@@ -100,6 +109,7 @@ def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | 
 
 
 def require_session(config: pytest.Config) -> GateSession:
+    """Return the session that judges; skips the running test where there is no evidence."""
     session = state_of(config).session
     if session is None:  # a fixture that was asked for by name while the test ran
         session = open_session(config, ())

@@ -53,10 +53,14 @@ class Fields:
     def number(self, key: str, *, positive: bool = False) -> float:
         """Return a finite number."""
         value = self.value(key)
-        numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or (positive and value <= 0):
+        try:
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            number = float(value) if numeric else math.nan
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or (positive and number <= 0):
             raise self.error(key, repr(value), f"a finite{' positive' * positive} number")
-        return float(value)
+        return number
 
     def number_or_none(self, key: str, *, positive: bool = False) -> float | None:
         """Return a finite number, or None for null."""

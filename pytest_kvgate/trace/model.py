@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 SCHEMA = "kvgate-trace/1"
 
+#: The rounding that leaves q as it is.
+UNROUNDED = "unrounded"
+
 FloatArray = NDArray[np.floating[Any]]
 
 
@@ -86,7 +89,7 @@ class Reference:
     with ``[n_head, n_visible]`` float32, the weights the engine computed for layer position
     ``layer`` (into ``Trace.layers``) at step ``steps[i]``. ``queries`` maps the name of a rounding
     to one ``[len(steps), n_head, head_dim]`` float32 array per layer: q as the engine's matrix
-    product may have rounded it, in the basis of the trace's K.
+    product may have rounded it, in the basis of the trace's K; ``UNROUNDED`` is among them.
     """
 
     steps: tuple[int, ...]

@@ -140,7 +140,8 @@ def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
 def _array(path: Path, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> FloatArray:
     """Memory-map one ``.npy`` file; None in ``shape`` accepts any length."""
     try:
-        array: FloatArray = np.load(path, mmap_mode="r", allow_pickle=False)
+        # unlike np.load, this opens nothing but .npy and has no way to unpickle
+        array: FloatArray = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         raise TraceError(
             f"{path}: is missing. The trace is incomplete; copy or capture it again."
@@ -169,6 +170,8 @@ def _verification(document: Fields) -> Verification | None:
     recorded: Any = fields.value("max_abs_error")
     # A capture whose softmax was not a number is recorded with a null error, and has failed.
     error = float("nan") if recorded is None else fields.number("max_abs_error")
+    if error < 0:
+        raise fields.error("max_abs_error", repr(recorded), "0 or more, or null")
     judged = Verification.of(error, fields.number("tolerance"), fields.text("reference"))
     if status != judged.status:
         raise fields.error(

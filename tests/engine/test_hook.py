@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pytest_kvgate.engine import AttentionRead, Engine, EngineSettings
+from tests.models import HEAD_DIM, N_LAYER, N_VOCAB, token_ids
+
+PROMPT = token_ids("a prompt of some forty tokens for the engine")
+TOKEN = 80
+SETTINGS = EngineSettings(n_threads=1)
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine(model, SETTINGS) as opened:
+        opened.start(len(PROMPT) + 400)
+        opened.decode(PROMPT)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> NDArray[np.float32]:
+    """Return the logits after the prompt and one token, with no hook armed."""
+    with Engine(model, SETTINGS) as engine:
+        engine.start(len(PROMPT) + 400)
+        engine.decode(PROMPT)
+        return engine.decode([TOKEN])
+
+
+class Raising:
+    """Raises at one of the reads of a step."""
+
+    def __init__(self, error: BaseException, after: int = 0) -> None:
+        self.error = error
+        self.after = after
+        self.calls = 0
+
+    def __call__(self, _read: AttentionRead) -> None:
+        self.calls += 1
+        if self.calls > self.after:
+            raise self.error
+
+
+def test_every_kv_layer_of_a_decode_step_is_reported_once(engine: Engine) -> None:
+    reads: list[AttentionRead] = []
+    engine.hook.arm(reads.append)
+    engine.decode([TOKEN])
+    assert engine.hook.disarm() == N_LAYER
+    assert [read.index for read in reads] == list(range(N_LAYER))
+    for read in reads:
+        assert read.queries.shape == (4, HEAD_DIM)
+        assert (read.n_head_kv, read.key_type, read.n_rot) == (2, "f16", HEAD_DIM)
+        assert read.scale == 0.125
+        assert not read.shared_keys
+        n_visible = len(PROMPT) + 1
+        assert np.flatnonzero(np.isfinite(read.mask)).tolist() == list(range(n_visible))
+        np.testing.assert_allclose(read.softmax[:, :n_visible].sum(axis=1), 1, atol=1e-5)
+        assert not read.softmax[:, n_visible:].any()
+
+
+def test_listening_does_not_change_the_logits(
+    engine: Engine, expected: NDArray[np.float32]
+) -> None:
+    engine.hook.arm(lambda _read: None)
+    logits = engine.decode([TOKEN])
+    assert logits.shape == (N_VOCAB,)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_a_disarmed_hook_reports_nothing(engine: Engine) -> None:
+    reads: list[AttentionRead] = []
+    engine.hook.arm(reads.append)
+    engine.hook.disarm()
+    engine.decode([TOKEN])
+    assert reads == []
+
+
+def test_arming_anew_starts_a_new_count(engine: Engine) -> None:
+    counts = []
+    for _ in range(3):
+        engine.hook.arm(lambda _read: None)
+        engine.decode([TOKEN])
+        counts.append(engine.hook.disarm())
+    assert counts == [N_LAYER] * 3
+
+
+@pytest.mark.parametrize("after", range(N_LAYER))
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("wrong"), KeyboardInterrupt(), SystemExit(3)],
+    ids=lambda e: type(e).__name__,
+)
+def test_what_a_callback_raises_comes_out_of_decode(
+    engine: Engine, error: BaseException, after: int
+) -> None:
+    callback = Raising(error, after)
+    engine.hook.arm(callback)
+    with pytest.raises(type(error)) as caught:
+        engine.decode([TOKEN])
+    assert caught.value is error
+    assert callback.calls == after + 1
+
+
+def test_after_a_callback_has_raised_no_read_is_reported(engine: Engine) -> None:
+    callback = Raising(ValueError("wrong"))
+    engine.hook.arm(callback)
+    with pytest.raises(ValueError, match="wrong"):
+        engine.decode([TOKEN])
+    assert np.isfinite(engine.decode([TOKEN])).all()
+    assert callback.calls == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
+def test_the_engine_can_be_armed_again_after_an_error(engine: Engine, error: BaseException) -> None:
+    engine.hook.arm(Raising(error))
+    with pytest.raises(type(error)):
+        engine.decode([TOKEN])
+    reads: list[AttentionRead] = []
+    engine.hook.arm(reads.append)
+    engine.decode([TOKEN])
+    assert [read.index for read in reads] == list(range(N_LAYER))
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
+def test_an_engine_opened_after_an_error_decodes_as_if_nothing_had_been(
+    model: Path, expected: NDArray[np.float32], error: BaseException
+) -> None:
+    def fail() -> None:
+        with Engine(model, SETTINGS) as engine:
+            engine.start(len(PROMPT) + 1)
+            engine.decode(PROMPT)
+            engine.hook.arm(Raising(error))
+            engine.decode([TOKEN])
+
+    with pytest.raises(type(error)):
+        fail()
+    with Engine(model, SETTINGS) as engine:
+        engine.start(len(PROMPT) + 400)
+        engine.decode(PROMPT)
+        np.testing.assert_array_equal(engine.decode([TOKEN]), expected)
+
+
+def test_closing_twice_is_harmless(model: Path) -> None:
+    engine = Engine(model, SETTINGS)
+    engine.start(16)
+    engine.hook.arm(Raising(ValueError("wrong")))
+    with pytest.raises(ValueError, match="wrong"):
+        engine.decode([TOKEN])
+    engine.close()
+    engine.close()
+
+
+def test_a_signal_within_a_callback_interrupts_decode(engine: Engine) -> None:
+    engine.hook.arm(lambda _read: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine.decode([TOKEN])
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_at_any_moment_of_a_sampled_step_interrupts_decode(engine: Engine) -> None:
+    attempts, interrupted = 30, 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for attempt in range(attempts):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0001 * attempt)
+                for _ in range(10):
+                    engine.hook.arm(lambda _read: None)
+                    engine.decode([TOKEN])
+                time.sleep(0.05)
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == attempts
