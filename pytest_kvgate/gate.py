@@ -238,8 +238,8 @@ def _missed_reason(
     if missed.selector == TOKEN_ORACLE:
         return (
             f"attention is too diffuse: even the best tokens, picked one by one, hold "
-            f"{share(missed.observed)} of the eligible mass {at}, so no selector of pages or tokens "
-            f"can pass. {_enough(profile, TOKEN_ORACLE, gate.min_coverage)}"
+            f"{share(missed.observed)} of the eligible mass {at}, so no selector of pages or "
+            f"tokens can pass. {_enough(profile, TOKEN_ORACLE, gate.min_coverage)}"
         )
     if ceiling < gate.min_coverage:
         return (

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pytest_kvgate.analysis import PageGrid, Profile, pool, profile_trace, verify_softmax
 from pytest_kvgate.capture import CaptureError, CaptureSettings, capture, read_prompt
-from pytest_kvgate.engine import EngineError, EngineMissingError, check_model_file
+from pytest_kvgate.engine import EngineError, check_model_file, require_llama
 from pytest_kvgate.trace import Trace, TraceError, load_trace
 
 T = TypeVar("T")
@@ -50,8 +50,10 @@ def model_subjects(models: Sequence[Path], prompts: Sequence[Path]) -> tuple[Sub
     """Return one subject per model, each with every prompt.
 
     Raises:
-        EngineError: a file is missing or no GGUF model.
+        EngineError: a file is missing or no GGUF model, or the engine is not installed.
     """
+    if models:
+        require_llama()
     for model in models:
         check_model_file(model)
     labels = _distinct([model.stem for model in models])
@@ -151,10 +153,8 @@ class Evidence:
     def _capture_once(self, source: Source) -> Trace:
         assert source.model is not None
         assert source.prompt is not None
-        try:
-            from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
-        except ModuleNotFoundError as error:
-            raise EngineMissingError("filelock") from error
+        from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
+
         key = hashlib.sha256(f"{source.model}\0{source.prompt}".encode()).hexdigest()[:16]
         outcome = self.folder / f"{key}.json"
         with FileLock(self.folder / f"{key}.lock"):

@@ -28,7 +28,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompt(tmp_path: Path) -> Path:
     """A prompt of 901 tokens for the tiny models: a leading token and one per byte."""
     path = tmp_path / "lesson.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    path.write_text("thequickbrownfoxjumpsoverthelazydog." * 25, encoding="utf-8")
     return path
 
 

@@ -153,6 +153,7 @@ def _provenance(
         "flash_attention": False,
         "cache_type_k": settings.engine.cache_type_k,
         "n_gpu_layers": settings.engine.n_gpu_layers,
+        "n_threads": engine.n_threads,
         "steps": f"{steps.start}:{steps.stop}:{steps.step}",
         "shared_kv_layers": sorted(collector.shared_layers),
     }

@@ -2,7 +2,12 @@
 
 from pytest_kvgate.engine.attention import AttentionHook, AttentionRead
 from pytest_kvgate.engine.errors import EngineError, EngineMissingError
-from pytest_kvgate.engine.llama import Engine, EngineSettings, check_model_file
+from pytest_kvgate.engine.llama import (
+    Engine,
+    EngineSettings,
+    check_model_file,
+    require_llama,
+)
 
 __all__ = [
     "AttentionHook",
@@ -12,4 +17,5 @@ __all__ = [
     "EngineMissingError",
     "EngineSettings",
     "check_model_file",
+    "require_llama",
 ]

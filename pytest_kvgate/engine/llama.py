@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +34,17 @@ class EngineSettings:
     n_gpu_layers: int = 0
     n_threads: int | None = None
     cache_type_k: str = "f16"
+
+
+def require_llama() -> None:
+    """Raise EngineMissingError unless everything that a capture imports is installed."""
+    for module in ("llama_cpp", "gguf", "filelock"):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ValueError:  # sys.modules says that it is not to be imported
+            found = False
+        if not found:
+            raise EngineMissingError(module)
 
 
 def check_model_file(path: Path) -> None:
@@ -104,6 +116,11 @@ class Engine:
         return str(self._llama.__version__)
 
     @property
+    def n_threads(self) -> int:
+        """CPU threads in use."""
+        return self._settings.n_threads or _available_cpus()
+
+    @property
     def trained_context(self) -> int:
         """The context the model was trained with, in tokens."""
         return int(self._llama.llama_model_n_ctx_train(self._model))
@@ -135,11 +152,16 @@ class Engine:
         """Turn plain text into token ids, with the model's own leading token."""
         data = text.encode()
         room = len(data) + 8
-        tokens = (self._llama.llama_token * room)()
-        with self._log:
-            count = self._llama.llama_tokenize(
-                self._vocab, data, len(data), tokens, room, True, False
-            )
+        while True:
+            tokens = (self._llama.llama_token * room)()
+            with self._log:
+                count = self._llama.llama_tokenize(
+                    self._vocab, data, len(data), tokens, room, True, False
+                )
+            # a negative count is the room that is needed: a space may become several tokens
+            if count >= 0 or -count <= room:
+                break
+            room = -count
         if count < 0:
             raise EngineError(f"llama.cpp could not tokenize the prompt ({count}).")
         return list(tokens[:count])
@@ -155,7 +177,7 @@ class Engine:
         params.n_ctx = n_context
         params.n_batch = LARGEST_BATCH
         params.n_ubatch = self._batch_size(n_context)
-        params.n_threads = params.n_threads_batch = self._settings.n_threads or _available_cpus()
+        params.n_threads = params.n_threads_batch = self.n_threads
         params.flash_attn_type = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.type_k = self._ggml.type_number(self._settings.cache_type_k)
         params.swa_full = True  # windowed layers keep every row, so that row j is position j
@@ -243,7 +265,6 @@ def _available_cpus() -> int:
 
 def _import_llama() -> ModuleType:
     try:
-        import gguf  # noqa: F401, PLC0415
         import llama_cpp  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise EngineMissingError(error.name or "llama_cpp") from error
