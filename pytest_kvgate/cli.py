@@ -15,16 +15,16 @@ PROFILE_OPTIONS = ("page-size", "sinks", "recent", "budgets", "selectors", "repo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 1 where there was no trace to be had."""
+    """Run the command; returns the exit status: 0, or 1 where there is no trace to be believed."""
     from pytest_kvgate.pipeline import EVIDENCE_ERRORS, EvidenceError  # noqa: PLC0415
 
     parsed = _parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        status: int = parsed.run(parsed)
     except (*EVIDENCE_ERRORS, EvidenceError) as error:
         print(f"kvgate: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +68,7 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
     )
 
 
-def _capture(parsed: argparse.Namespace) -> None:
+def _capture(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
     from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
@@ -85,9 +85,10 @@ def _capture(parsed: argparse.Namespace) -> None:
             f"verification {checked.status}: {checked.reference} differs from the model's own by "
             f"at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
         )
+    return 0 if checked is not None and checked.status == "passed" else 1
 
 
-def _profile(parsed: argparse.Namespace) -> None:
+def _profile(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.analysis import PageGrid, pool, profile_trace  # noqa: PLC0415
     from pytest_kvgate.pipeline import trace_subjects  # noqa: PLC0415
     from pytest_kvgate.report.document import (  # noqa: PLC0415
@@ -112,6 +113,7 @@ def _profile(parsed: argparse.Namespace) -> None:
     settings = documents[0]["settings"]
     for target in parsed.report or ():
         write_report(target.path, report_document(settings, documents, []))
+    return 0
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     asked = given_on_command_line(config, "model", "trace")
     if state.involved or state.rows or given_on_command_line(config, "report"):
         write_reports(config)
-    if asked and not state.rows and not state.documents:
+    if asked and not (state.rows or state.documents or state.problems):
         state.problems.append(f"{asked[0]} was given, but no gate was run: NOTHING WAS EVALUATED.")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

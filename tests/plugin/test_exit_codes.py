@@ -1,0 +1,100 @@
+"""No run that judged nothing, or judged badly, exits 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+GATE = """
+from pytest_kvgate import kvgate
+
+@kvgate(budget=0.25, min_coverage={coverage})
+def test_gate():
+    pass
+"""
+
+
+def test_a_trace_but_no_gate_is_not_a_success(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile("def test_other(): pass")
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(
+        ["--kvgate-trace was given, but no gate was run: NOTHING WAS EVALUATED."]
+    )
+
+
+def test_looking_at_what_would_run_judges_nothing(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE.format(coverage=0.95))
+    result = pytester.runpytest(
+        "--collect-only", f"--kvgate-trace={gqa_trace}", "--kvgate-report=json:out.json"
+    )
+    assert result.ret == pytest.ExitCode.OK
+    assert not (pytester.path / "out.json").exists()
+
+
+def test_a_report_of_evidence_that_cannot_be_had_is_not_a_success(
+    pytester: pytest.Pytester, tiny_llama: Path, prompt: Path
+) -> None:
+    pytester.makepyfile("def test_other(): pass")
+    result = pytester.runpytest(
+        f"--kvgate-model={tiny_llama}",
+        f"--kvgate-prompt={prompt}",
+        "--kvgate-ctx=100",
+        "--kvgate-report=json:out.json",
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*the context of 100 tokens (--kvgate-ctx)*"])
+
+
+def test_an_interrupted_run_leaves_an_older_report_whole(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE.format(coverage=0.2))
+    options = (f"--kvgate-trace={gqa_trace}", "--kvgate-report=json:out.json")
+    pytester.runpytest(*options)
+    before = (pytester.path / "out.json").read_bytes()
+    pytester.makepyfile(GATE.format(coverage=0.2).replace("pass", "raise KeyboardInterrupt"))
+    result = pytester.runpytest_subprocess(*options)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert (pytester.path / "out.json").read_bytes() == before
+
+
+def test_ctrl_c_ends_a_capture_at_once_and_leaves_nothing_behind(
+    pytester: pytest.Pytester, tiny_llama: Path, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "long.txt"
+    prompt.write_text("abcdefghi" * 300, encoding="utf-8")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    pytester.makepyfile(GATE.format(coverage=0.2))
+    command = [
+        sys.executable, "-m", "pytest", "-s", f"--kvgate-model={tiny_llama}",
+        f"--kvgate-prompt={prompt}", "--kvgate-steps=0:1200:1", "--kvgate-save=kept",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=pytester.path,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "capturing" in line:
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=30)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "KeyboardInterrupt" in rest
+    assert "Exception ignored" not in rest
+    assert list((pytester.path / "kept").iterdir()) == []
+    assert list(scratch.glob("kvgate-*")) == []

@@ -1,0 +1,280 @@
+"""The summary that a person reads and the JSON that a machine reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import CASES
+
+GATE = """
+from pytest_kvgate import kvgate
+
+@kvgate(budget=0.25, min_coverage=0.95)
+def test_no_go():
+    pass
+
+@kvgate(budget=0.25, min_coverage=0.2, selector="landmark")
+def test_go():
+    pass
+"""
+
+REPORT_KEYS = {
+    "schema",
+    "settings",
+    "traces",
+    "coverage",
+    "required_budget",
+    "paging",
+    "layers",
+    "dim_ablation",
+    "attention",
+    "skipped_units",
+    "closed_loop",
+    "gates",
+}
+
+
+def report_of(pytester: pytest.Pytester, *options: str) -> dict[str, Any]:
+    result = pytester.runpytest(*options, "--kvgate-report=json:out.json")
+    assert "INTERNALERROR" not in result.stdout.str()
+    report: dict[str, Any] = json.loads((pytester.path / "out.json").read_text("utf-8"))
+    return report
+
+
+@pytest.mark.parametrize("case", ["alibi-window", "gqa-f16", "sinks-softcap"])
+def test_the_report_of_a_case_agrees_with_its_expected_numbers(
+    pytester: pytest.Pytester, case: str
+) -> None:
+    expected = json.loads((CASES / case / "expected.json").read_text("utf-8"))
+    pytester.makepyfile("def test_body(kvgate_profile): pass")
+    settings = expected["settings"]
+    budgets = sorted({row["budget"] for row in expected["coverage"]})
+    report = report_of(
+        pytester,
+        f"--kvgate-trace={CASES / case}",
+        f"--kvgate-page-size={settings['page_size']}",
+        f"--kvgate-sinks={settings['sinks']}",
+        f"--kvgate-recent={settings['recent']}",
+        f"--kvgate-budgets={','.join(map(str, budgets))}",
+    )
+    found = {(row["budget"], row["selector"]): row for row in report["coverage"]}
+    compared = 0
+    for row in expected["coverage"]:
+        ours = found.get((row["budget"], row["selector"]))
+        if ours is None:
+            continue
+        for key in ("coverage", "total_mass"):
+            if row[key] is None:
+                assert ours[key] is None
+            else:
+                assert ours[key] == pytest.approx(row[key], abs=1e-5)
+            compared += 1
+    assert compared == 2 * 3 * len(budgets)
+    needed = {
+        (row["selector"], row["coverage"]): row["budget"] for row in report["required_budget"]
+    }
+    for row in expected["required_budget"]:
+        if (row["selector"], row["coverage"]) in needed:
+            assert needed[row["selector"], row["coverage"]] == row["budget"]
+    layers = {
+        (row["layer"], f"{row['selector']}@{row['budget']}"): row["coverage"]
+        for row in report["layers"]
+    }
+    for row in expected["layers"]:
+        for key, value in row.items():
+            if (row["layer"], key) in layers:
+                assert layers[row["layer"], key] == pytest.approx(value, abs=1e-5)
+    for key, value in expected["attention"].items():
+        assert report["attention"][key] == pytest.approx(value, rel=1e-7, abs=1e-5)
+    assert report["skipped_units"] == expected["skipped_units"]
+
+
+def test_the_report_has_every_key_of_its_schema(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile(GATE)
+    report = report_of(pytester, f"--kvgate-trace={gqa_trace}")
+    assert report["schema"] == "kvgate-report/1"
+    assert set(report) >= REPORT_KEYS
+    assert {"budget", "selector", "coverage", "ci", "total_mass", "global_coverage", "jaccard",
+            "stale_coverage", "output_error"} <= set(report["coverage"][0])  # fmt: skip
+    (trace,) = report["traces"]
+    assert (trace["n_context"], trace["n_steps"], trace["verification"]) == (643, 4, None)
+
+
+def test_a_gate_in_the_report_names_the_deciding_selector(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(test_it=GATE)
+    report = report_of(pytester, f"--kvgate-trace={gqa_trace}", "--kvgate-recent=0.05")
+    missed, passed = report["gates"]
+    assert missed["id"] == "test_it.py::test_no_go"
+    assert (missed["budget"], missed["selector"], missed["required"]) == (0.25, "oracle", 0.95)
+    assert missed["observed"] == pytest.approx(0.378672, abs=1e-5)
+    assert missed["verdict"] == "NO-GO"
+    assert missed["reason"].startswith("the ceiling is below the threshold")
+    assert [check["selector"] for check in missed["checks"]] == ["oracle", "landmark"]
+    assert (passed["selector"], passed["verdict"]) == ("landmark", "GO")
+    assert passed["observed"] == pytest.approx(0.356314, abs=1e-5)
+    needed = {row["coverage"] for row in report["required_budget"]}
+    assert needed == {0.2, 0.5, 0.9, 0.95}
+
+
+def test_gates_that_were_not_evaluated_are_in_the_report(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(GATE)
+    report = report_of(pytester)
+    assert [gate["verdict"] for gate in report["gates"]] == ["NOT EVALUATED"] * 2
+    assert report["coverage"] == []
+
+
+def test_a_report_can_be_had_without_any_gate(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile("def test_other(): pass")
+    report = report_of(pytester, f"--kvgate-trace={gqa_trace}")
+    assert report["gates"] == []
+    assert len(report["coverage"]) == 4 * 3
+
+
+def test_a_gate_at_another_page_size_leaves_the_reports_rows_alone(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE.replace("budget=0.25", "budget=0.25, page_size=8"))
+    report = report_of(pytester, f"--kvgate-trace={gqa_trace}")
+    assert report["settings"]["page_size"] == 32
+    assert len(report["coverage"]) == 5 * 3
+    (other,) = report["other_page_sizes"]
+    assert other["settings"]["page_size"] == 8
+    assert {gate["page_size"] for gate in report["gates"]} == {8}
+
+
+def test_a_report_replaces_a_report_and_nothing_else(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE)
+    trace = f"--kvgate-trace={gqa_trace}"
+    first = report_of(pytester, trace)
+    assert report_of(pytester, trace) == first
+    (pytester.path / "notes.json").write_text('{"mine": 1}', encoding="utf-8")
+    result = pytester.runpytest(trace, "--kvgate-report=json:notes.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*notes.json exists and is not a kvgate report; *"])
+    assert (pytester.path / "notes.json").read_text("utf-8") == '{"mine": 1}'
+
+
+@pytest.mark.parametrize("path", ["missing/out.json", "."])
+def test_a_report_that_cannot_be_written_is_a_usage_error(
+    pytester: pytest.Pytester, gqa_trace: Path, path: str
+) -> None:
+    pytester.makepyfile(GATE)
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}", f"--kvgate-report=json:{path}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: kvgate: --kvgate-report *"])
+
+
+def test_the_summary_shows_the_tables_within_100_columns(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE)
+    result = pytester.runpytest(
+        f"--kvgate-trace={gqa_trace}", "--kvgate-recent=0.05", "--kvgate-budgets=0.1,0.25"
+    )
+    result.stdout.fnmatch_lines(
+        [
+            "kvgate: synthetic; 1 saved trace, 32-token pages",
+            "*= kvgate =*",
+            "synthetic (synthetic)",
+            "  gqa-f16: 643 tokens, 4 steps, 2 layers; UNVERIFIED",
+            "  32-token pages; free: first 32 tokens and last 5%; eligible mass 0.9156",
+            "*coverage at *pages *oracle *landmark *token-oracle *total mass (oracle)",
+            "* 10% * 2 * 0.1858 * 0.1785 * 0.3536 * 0.2551",
+            "* 25% * 5 * 0.3786 * 0.3563 * 0.5391 * 0.4323",
+            "*budget needed for *oracle *landmark *token-oracle",
+            "* 0.95 * 85% * 85% * 79.9%",
+            "NO-GO  *test_no_go",
+            "GO     *test_go",
+        ]
+    )
+    summary = result.stdout.str().split("= kvgate =")[1]
+    assert max(map(len, summary.splitlines())) <= 100
+
+
+def test_a_wide_table_is_split_and_not_cut(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile("def test_body(kvgate_profile): pass")
+    budgets = ",".join(str(number / 100) for number in range(10, 30))
+    other = f"--kvgate-trace={CASES / 'sinks-softcap'}"
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}", other, f"--kvgate-budgets={budgets}")
+    summary = result.stdout.str().split("= kvgate =")[1]
+    assert max(map(len, summary.splitlines())) <= 100
+    for number in range(10, 30):
+        assert f" {number}%" in summary
+
+
+def test_several_traces_of_a_model_are_pooled_and_each_is_shown_alone(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile("def test_body(kvgate_profile): pass")
+    options = [f"--kvgate-trace={CASES / case}" for case in ("gqa-f16", "alibi-window")]
+    options += ["--kvgate-recent=0.05", "--kvgate-budgets=0.25"]
+    result = pytester.runpytest(*options)
+    result.stdout.fnmatch_lines(
+        [
+            "kvgate: synthetic; 2 saved traces, 32-token pages",
+            "*alibi-window: *1 layer (and 1 with a sliding window, left out); UNVERIFIED",
+            "*each alone *selector * 25%",
+            "*gqa-f16 *oracle * 0.3786",
+            "*alibi-window *oracle * 0.6767",
+        ]
+    )
+    report = report_of(pytester, *options)
+    pooled = next(row for row in report["coverage"] if row["selector"] == "oracle")
+    # 16 units of one trace and 8 of the other weigh the same
+    assert pooled["coverage"] == pytest.approx((16 * 0.378672 + 8 * 0.676747) / 24, abs=1e-5)
+    alone = [trace["coverage"][0]["coverage"] for trace in report["traces"]]
+    assert alone == pytest.approx([0.378672, 0.676747], abs=1e-5)
+
+
+def test_without_model_and_trace_gates_are_skipped_and_said_to_be_not_evaluated(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(GATE + "\ndef test_body(kvgate_profile): pass\ndef test_other(): pass")
+    result = pytester.runpytest("-rs")
+    assert result.ret == pytest.ExitCode.OK
+    result.assert_outcomes(passed=1, skipped=3)
+    result.stdout.fnmatch_lines(
+        [
+            "kvgate: no model and no trace; gates are NOT EVALUATED",
+            "*= kvgate =*",
+            "NOT EVALUATED  *::test_no_go",
+            "NOT EVALUATED  *::test_go",
+            "SKIPPED*NOT EVALUATED*--kvgate-model=FILE*",
+        ]
+    )
+
+
+def test_a_gate_whose_setup_fails_is_listed_as_not_evaluated(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_kvgate import kvgate
+
+        @pytest.fixture
+        def broken():
+            raise RuntimeError
+
+        @kvgate(budget=0.25, min_coverage=0.2)
+        def test_gate(broken):
+            pass
+        """
+    )
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["NOT EVALUATED  *test_gate", "*the setup of its test failed"])
+
+
+def test_quiet_runs_still_list_the_gates(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile(GATE)
+    result = pytester.runpytest("-q", f"--kvgate-trace={gqa_trace}")
+    result.stdout.fnmatch_lines(["NO-GO  *test_no_go", "GO     *test_go"])

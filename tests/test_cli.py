@@ -1,0 +1,88 @@
+"""The kvgate command: the same stages without pytest around them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_kvgate.cli import main
+from pytest_kvgate.trace import load_trace
+from tests.conftest import CASES
+
+
+def test_capture_writes_a_verified_trace_and_prints_where(
+    tiny_llama: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tiny_llama), str(prompt), str(tmp_path / "traces"), "--steps", "0:9:4"]
+    assert main(["capture", *arguments, "--cache-type-k", "q8_0"]) == 0
+    where, verified = capsys.readouterr().out.splitlines()
+    trace = load_trace(where)
+    assert trace.n_context == 910
+    assert trace.capture["cache_type_k"] == "q8_0"
+    assert verified.startswith("verification passed: softmax differs from the model's own by at")
+
+
+def test_profile_prints_the_tables_and_writes_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "out.json"
+    options = ["--recent", "0.05", "--budgets", "0.1,0.25", "--report", f"json:{report}"]
+    assert main(["profile", str(CASES / "gqa-f16"), *options]) == 0
+    output = capsys.readouterr().out
+    assert "0.1858      0.1785          0.3536" in output
+    rows = json.loads(report.read_text("utf-8"))["coverage"]
+    assert rows[0]["coverage"] == pytest.approx(0.185816, abs=1e-5)
+
+
+def test_a_model_that_is_missing_is_a_sentence_and_exit_1(
+    prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["capture", str(tmp_path / "no.gguf"), str(prompt), str(tmp_path)]) == 1
+    assert "no.gguf does not exist; a GGUF file is needed." in capsys.readouterr().err
+
+
+def test_a_capture_that_failed_verification_is_exit_1(
+    tiny_llama: Path,
+    prompt: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pytest_kvgate.analysis.verification.SOFTMAX_TOLERANCE", 1e-12)
+    arguments = [str(tiny_llama), str(prompt), str(tmp_path / "traces"), "--steps", "0:9:4"]
+    assert main(["capture", *arguments]) == 1
+    assert "verification failed" in capsys.readouterr().out
+
+
+def test_a_trace_that_is_missing_is_a_sentence_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", str(tmp_path / "none")]) == 1
+    assert "a trace is a folder with trace.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--budgets=7", "'7' needs comma-separated fractions"),
+        ("--page-size=0", "'0' needs a whole"),
+    ],
+)
+def test_a_malformed_option_shows_a_good_one(
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", str(CASES / "gqa-f16"), option])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_installed_command_explains_itself() -> None:
+    command = Path(sys.executable).with_name("kvgate")
+    result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert "capture" in result.stdout
+    assert "profile" in result.stdout
