@@ -46,7 +46,7 @@ def test_the_recorded_decision_is_a_no_go_that_fails_without_its_xfail(tmp_path:
     assert "NO-GO: the ceiling is below the threshold" in result.stdout
     # the numbers in the recorded reason are the ones that were measured
     reason = re.search(r"oracle (0\.\d+), landmark (0\.\d+)", source)
-    measured = re.search(r"oracle (0\.\d+), landmark (0\.\d+); required", result.stdout)
+    measured = re.search(r"oracle (0\.\d+), landmark (0\.\d+);\s+required", result.stdout)
     assert reason is not None
     assert measured is not None
     for recorded, observed in zip(reason.groups(), measured.groups(), strict=True):
