@@ -29,7 +29,7 @@ def test_the_examples_print_the_table_and_succeed(tmp_path: Path) -> None:
     result = run(Path(shutil.copytree(EXAMPLES, tmp_path / "examples")))
     assert result.returncode == 0, result.stdout
     assert re.search(r"softmax verified to \d\.\de-0[67]", result.stdout)
-    assert re.search(r"coverage at +pages +oracle +landmark +token-oracle", result.stdout)
+    assert re.search(r"budget +pages +oracle +landmark +token-oracle +oracle total", result.stdout)
     assert re.search(r"NO-GO +\S*test_paging_is_worth_building", result.stdout)
     assert "1 xfailed" in result.stdout
 

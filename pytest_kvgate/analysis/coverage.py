@@ -38,8 +38,6 @@ class Unit:
     and the share of the hottest token.
     """
 
-    step: int
-    kv_head: int
     n_visible: int
     eligible: float
     total: float
@@ -89,8 +87,6 @@ def layer_units(
             }
             for row, n in enumerate(n_visible):
                 yield _unit(
-                    block.start + row,
-                    kv_head,
                     n,
                     masses[row, :, :n],
                     grid,
@@ -100,8 +96,6 @@ def layer_units(
 
 
 def _unit(
-    step: int,
-    kv_head: int,
     n_visible: int,
     masses: NDArray[np.float32],
     grid: PageGrid,
@@ -129,8 +123,6 @@ def _unit(
         eligible_share = eligible_heads.sum(axis=1, dtype=np.float64) / total_heads
     support, hottest = _head_shape(eligible_heads)
     return Unit(
-        step=step,
-        kv_head=kv_head,
         n_visible=n_visible,
         eligible=eligible,
         total=float(total_heads.sum()),

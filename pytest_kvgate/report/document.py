@@ -63,6 +63,14 @@ def profile_document(
     }
 
 
+def without_numbers(document: Document) -> Document:
+    """Return the document of traces that cannot be believed: what they are, and no number."""
+    unknown = dict.fromkeys(document["attention"])
+    traces = [{**trace, "coverage": []} for trace in document["traces"]]
+    empty: Document = {"coverage": [], "required_budget": [], "layers": []}
+    return {**document, **empty, "traces": traces, "attention": unknown}
+
+
 def gate_row(result: GateResult) -> Document:
     """Return one gate's verdict; selector and observed are those of the deciding check."""
     deciding = result.deciding

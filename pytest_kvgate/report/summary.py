@@ -37,11 +37,14 @@ def profile_lines(document: Document) -> Iterator[str]:
         f"{_recent(settings['recent'])}; eligible mass "
         f"{share(document['attention']['eligible_mass'])}"
     )
+    if not document["coverage"]:
+        yield "  A trace failed its verification, so no number of this model is shown."
+        return
     yield ""
     selectors = settings["selectors"]
     yield from table(
         list(_coverage_rows(document["coverage"], settings)),
-        ["coverage at", "pages", *selectors, f"total mass ({selectors[0]})"],
+        ["budget", "pages", *selectors, f"{selectors[0]} total"],
         ("right",) * (3 + len(selectors)),
     )
     if len(traces) > 1:
@@ -79,7 +82,9 @@ def _trace_line(trace: Mapping[str, Any]) -> str:
     if verification is None:
         checked = "UNVERIFIED"
     elif verification["status"] == "failed":
-        checked = f"verification FAILED, error {verification['max_abs_error']}"
+        error = verification["max_abs_error"]
+        found = "not a number" if error is None else f"{error:.2g}"
+        checked = f"verification FAILED, error {found}"
     else:
         checked = f"{verification['reference']} verified to {verification['max_abs_error']:.1e}"
     windowed = len(trace["windowed_layers"])
@@ -116,9 +121,9 @@ def _alone(traces: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
         found = {(row["budget"], row["selector"]): row["coverage"] for row in trace["coverage"]}
         for selector in settings["selectors"]:
             values = [share(found[budget, selector]) for budget in budgets]
-            rows.append([shorten(trace["workload"]["name"], 30), selector, *values])
-    headers = ["each alone", "selector", *(percent(budget) for budget in budgets)]
-    yield from table(rows, headers, ("left", "left", *("right" for _ in budgets)))
+            rows.append([f"{shorten(trace['workload']['name'], 30)}: {selector}", *values])
+    headers = ["each alone", *(percent(budget) for budget in budgets)]
+    yield from table(rows, headers, ("left", *("right" for _ in budgets)))
 
 
 def _required(rows: Sequence[Mapping[str, Any]], selectors: Sequence[str]) -> Iterator[str]:
@@ -134,7 +139,7 @@ def _required(rows: Sequence[Mapping[str, Any]], selectors: Sequence[str]) -> It
         ]
         for coverage in coverages
     ]
-    headers = ["budget needed for", *selectors]
+    headers = ["budget for", *selectors]
     yield from table(needed, headers, ("right",) * len(headers))
 
 

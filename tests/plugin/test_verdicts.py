@@ -199,8 +199,14 @@ def test_no_gate_passes_on_a_trace_that_failed_verification(
     result = run(pytester, trace)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["*is not what the model read: recomputed softmax and the*", "*0.25, where 0.001 is*"]
+        [
+            "*is not what the model read: recomputed softmax and the*",
+            "*0.25, where 0.001 is*",
+            "*640 tokens, 1 step, 1 layer; verification FAILED, error 0.25",
+            "*A trace failed its verification, so no number of this model is shown.",
+        ]
     )
+    assert "oracle total" not in result.stdout.str()
 
 
 def test_a_profile_from_a_failed_capture_is_not_handed_out(
