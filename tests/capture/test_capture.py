@@ -364,6 +364,7 @@ def test_the_provenance_names_engine_cache_and_steps(captures: Captures) -> None
         "flash_attention": False,
         "cache_type_k": "q8_0",
         "n_gpu_layers": 0,
+        "n_threads": 1,
         "steps": "0:17:8",
         "shared_kv_layers": [],
     }
