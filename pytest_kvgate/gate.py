@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
-from pytest_kvgate.analysis import SELECTORS, SOFTMAX_TOLERANCE, Profile
+from pytest_kvgate.analysis import SELECTORS, SOFTMAX_REFERENCE, SOFTMAX_TOLERANCE, Profile
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import percent, share
 
@@ -197,11 +197,17 @@ def distrust_reason(profile: Profile) -> str | None:
     """Say which trace failed its verification, or return None where none did."""
     for trace in profile.traces:
         verification = trace.verification
-        if verification is not None and verification.status == "failed":
+        if verification is None:
+            continue
+        # a trace may bring a wider tolerance along; for the softmax there is only one
+        tolerance = verification.tolerance
+        if verification.reference == SOFTMAX_REFERENCE:
+            tolerance = min(tolerance, SOFTMAX_TOLERANCE)
+        if verification.status == "failed" or verification.max_abs_error > tolerance:
             return (
-                f"the capture of {trace.label} is not what the model read: recomputed "
+                f"the capture of {trace.label} failed its verification: recomputed "
                 f"{verification.reference} and the model's own differ by up to "
-                f"{verification.max_abs_error:.2g}, where {verification.tolerance:g} is tolerated. "
+                f"{verification.max_abs_error:.2g}, where {tolerance:g} is tolerated. "
                 "None of its numbers can be believed; report it with the model's architecture, the "
                 "cache type and the llama-cpp-python version."
             )

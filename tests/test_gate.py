@@ -346,7 +346,7 @@ class TestInvalid:
 
         assert result.verdict == "INVALID"
         assert result.reason.startswith(
-            "the capture of tiny · story is not what the model read: recomputed softmax and the "
+            "the capture of tiny · story failed its verification: recomputed softmax and the "
             "model's own differ by up to 0.25, where 0.001 is tolerated."
         )
         assert [check.observed for check in result.checks] == [None, None]

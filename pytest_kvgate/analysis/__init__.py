@@ -9,10 +9,15 @@ from pytest_kvgate.analysis.profile import (
     profile_trace,
 )
 from pytest_kvgate.analysis.selectors import SELECTORS
-from pytest_kvgate.analysis.verification import SOFTMAX_TOLERANCE, verify_softmax
+from pytest_kvgate.analysis.verification import (
+    SOFTMAX_REFERENCE,
+    SOFTMAX_TOLERANCE,
+    verify_softmax,
+)
 
 __all__ = [
     "SELECTORS",
+    "SOFTMAX_REFERENCE",
     "SOFTMAX_TOLERANCE",
     "NotMeasuredError",
     "PageGrid",

@@ -13,6 +13,9 @@ from pytest_kvgate.trace import UNROUNDED, Layer, Reference, Trace, TraceError, 
 #: above 1e-1, but two swapped rows of little mass can hide below the tolerance.
 SOFTMAX_TOLERANCE = 1e-3
 
+#: What a verification by `verify_softmax` names as its reference.
+SOFTMAX_REFERENCE = "softmax"
+
 
 def verify_softmax(trace: Trace, reference: Reference) -> Verification:
     """Recompute the softmax of every KV layer and compare it with the engine's own.
@@ -29,7 +32,7 @@ def verify_softmax(trace: Trace, reference: Reference) -> Verification:
     for position, layer in enumerate(trace.layers):
         stored = layer.q[list(reference.steps)]
         if not np.array_equal(stored, reference.queries[UNROUNDED][position]):
-            return Verification.of(float("inf"), SOFTMAX_TOLERANCE, "softmax")
+            return Verification.of(float("inf"), SOFTMAX_TOLERANCE, SOFTMAX_REFERENCE)
     errors = {
         rounding: max(
             _layer_error(trace, reference, position, queries[position])
@@ -38,7 +41,7 @@ def verify_softmax(trace: Trace, reference: Reference) -> Verification:
         for rounding, queries in reference.queries.items()
     }
     best = min(errors.values())
-    return Verification.of(best, SOFTMAX_TOLERANCE, "softmax")
+    return Verification.of(best, SOFTMAX_TOLERANCE, SOFTMAX_REFERENCE)
 
 
 def _layer_error(

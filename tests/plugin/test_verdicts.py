@@ -200,13 +200,25 @@ def test_no_gate_passes_on_a_trace_that_failed_verification(
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [
-            "*is not what the model read: recomputed softmax and the*",
+            "*failed its verification: recomputed*",
             "*0.25, where 0.001 is*",
             "*640 tokens, 1 step, 1 layer; verification FAILED, error 0.25",
             "*A trace failed its verification, so no number of this model is shown.",
         ]
     )
     assert "oracle total" not in result.stdout.str()
+
+
+def test_a_wider_tolerance_in_a_trace_buys_nothing(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    widened = {**PASSED, "max_abs_error": 0.2, "tolerance": 1.0}
+    layer = random_layer(n_token=640)
+    trace = make_trace(tmp_path / "trace", [layer], n_visible=[640], verification=widened)
+    pytester.makepyfile(gate(1, 0.01))
+    result = run(pytester, trace)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["kvgate INVALID*", "*0.2, where 0.001 is tolerated*"])
 
 
 def test_a_profile_from_a_failed_capture_is_not_handed_out(
@@ -217,7 +229,7 @@ def test_a_profile_from_a_failed_capture_is_not_handed_out(
     pytester.makepyfile("def test_body(kvgate_profile): pass")
     result = run(pytester, trace)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*is not what the model read*"])
+    result.stdout.fnmatch_lines(["*failed its verification: recomputed*"])
 
 
 def test_an_unverified_trace_is_called_so_beside_its_verdict(

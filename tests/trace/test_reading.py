@@ -501,7 +501,6 @@ def test_a_learned_sink_that_is_not_finite(directory: Path, value: float) -> Non
     ("error", "status", "says"),
     [
         (0.25, "passed", "failed"),
-        (1e-6, "failed", "passed"),
         (None, "passed", "failed"),
         (1e-6, "unsure", "passed"),
     ],
@@ -519,6 +518,14 @@ def test_a_status_that_contradicts_its_numbers(
         f"max_abs_error {shown} and tolerance 0.001; accepted: {says!r}, "
         "which is what these two numbers say."
     )
+
+
+def test_a_failed_trace_stays_failed_whatever_its_numbers(directory: Path) -> None:
+    edit(directory, put("verification", {**PASSED, "status": "failed"}))
+
+    verification = load_trace(directory).verification
+    assert verification is not None
+    assert (verification.status, verification.max_abs_error) == ("failed", 1e-6)
 
 
 def test_an_error_below_zero_is_no_error_at_all(directory: Path) -> None:
