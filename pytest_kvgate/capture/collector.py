@@ -58,7 +58,7 @@ class Collector:
         last = len(self.steps) == self._n_step
         if len(self.steps) == 1 or last:
             path = self._scratch / f"softmax-{read.index}-{len(self.steps)}.npy"
-            np.save(path, read.softmax[:, :n_visible])
+            np.save(path, read.read_softmax()[:, :n_visible])
             record.softmax.append(path)
             record.checked.append(read.queries)
         if last:

@@ -30,10 +30,10 @@ class AttentionRead:
     """What one attention node read and computed for one query position.
 
     ``queries`` is ``[n_head, head_dim]`` float32 as the product received it. ``read_keys(n)``
-    copies the first n cells of the cache, ``[n_head_kv, n, head_dim]``. ``mask`` is ``[n_cell]``:
-    minus infinity where hidden. ``softmax`` is ``[n_head, n_cell]``. ``rotation`` is the
-    orthonormal ``[r, r]`` matrix that q and K were multiplied by in blocks before the cache, or
-    None. ``n_rot`` counts the dims that RoPE turns. ``shared_keys`` marks a layer that reads
+    copies the first n cells of the cache, ``[n_head_kv, n, head_dim]``, and ``read_softmax()`` the
+    weights ``[n_head, n_cell]`` float32; both work during ``on_read`` only. ``mask`` is
+    ``[n_cell]``: minus infinity where hidden. ``rotation`` is the orthonormal ``[r, r]`` matrix
+    that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims that RoPE turns. ``shared_keys`` marks a layer that reads
     another layer's cache.
     """
 
@@ -43,7 +43,7 @@ class AttentionRead:
     key_type: str
     read_keys: Callable[[int], FloatArray]
     mask: NDArray[np.float32]
-    softmax: NDArray[np.float32]
+    read_softmax: Callable[[], NDArray[np.float32]]
     scale: float
     softcap: float | None
     max_bias: float
@@ -106,8 +106,10 @@ class AttentionHook:
     def _wanted(self, node: Tensor) -> bool:
         operation = self._ggml.op(node)
         if operation == "MUL_MAT":
-            keys = source(node, 0)
-            return keys is not None and bool(keys.view_src)
+            keys, operand = source(node, 0), source(node, 1)
+            if keys is None or operand is None or not keys.view_src:
+                return False
+            return self._ggml.op(operand) != "SOFT_MAX"  # that is the product with V
         if operation == "FLASH_ATTN_EXT":
             raise EngineError(
                 "the engine used flash attention although it was turned off, so there is no "
@@ -166,7 +168,7 @@ class AttentionHook:
             key_type=ggml.type_name(keys.type),
             read_keys=read_keys,
             mask=np.asarray(ggml.read(mask)[0, 0], dtype=np.float32),
-            softmax=np.asarray(ggml.read(node)[:, 0], dtype=np.float32),
+            read_softmax=lambda: np.asarray(ggml.read(node)[:, 0], dtype=np.float32),
             scale=scale,
             softcap=softcap,
             max_bias=float(float_params(node)[1]),

@@ -50,19 +50,25 @@ class Raising:
 
 def test_every_kv_layer_of_a_decode_step_is_reported_once(engine: Engine) -> None:
     reads: list[AttentionRead] = []
-    engine.hook.arm(reads.append)
+    softmax: list[NDArray[np.float32]] = []
+
+    def take(read: AttentionRead) -> None:
+        reads.append(read)
+        softmax.append(read.read_softmax())
+
+    engine.hook.arm(take)
     engine.decode([TOKEN])
     assert engine.hook.disarm() == N_LAYER
     assert [read.index for read in reads] == list(range(N_LAYER))
-    for read in reads:
+    for read, weights in zip(reads, softmax, strict=True):
         assert read.queries.shape == (4, HEAD_DIM)
         assert (read.n_head_kv, read.key_type, read.n_rot) == (2, "f16", HEAD_DIM)
         assert read.scale == 0.125
         assert not read.shared_keys
         n_visible = len(PROMPT) + 1
         assert np.flatnonzero(np.isfinite(read.mask)).tolist() == list(range(n_visible))
-        np.testing.assert_allclose(read.softmax[:, :n_visible].sum(axis=1), 1, atol=1e-5)
-        assert not read.softmax[:, n_visible:].any()
+        np.testing.assert_allclose(weights[:, :n_visible].sum(axis=1), 1, atol=1e-5)
+        assert not weights[:, n_visible:].any()
 
 
 def test_listening_does_not_change_the_logits(
