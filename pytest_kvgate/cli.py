@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytest_kvgate.options import OPTIONS, Option
+from pytest_kvgate.options.values import ReportTarget, report_problem
 
 CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k")
 PROFILE_OPTIONS = ("page-size", "sinks", "recent", "budgets", "selectors", "report")
@@ -18,12 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 1 where there is no trace to be believed."""
     from pytest_kvgate.pipeline import EVIDENCE_ERRORS, EvidenceError  # noqa: PLC0415
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "–" shows something else
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
-    except (*EVIDENCE_ERRORS, EvidenceError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (*EVIDENCE_ERRORS, EvidenceError, OSError) as error:
         print(f"kvgate: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("kvgate: interrupted", file=sys.stderr)
+        return 130
     return status
 
 
@@ -53,9 +66,13 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
     def parse(text: str) -> Any:  # noqa: ANN401 - each option has its own type
         try:
-            return option.parse(text)
+            value = option.parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+        problem = report_problem(value.path) if isinstance(value, ReportTarget) else None
+        if problem is not None:
+            raise argparse.ArgumentTypeError(problem)
+        return value
 
     convert: Callable[[str], Any] = parse
     parser.add_argument(
@@ -90,6 +107,7 @@ def _capture(parsed: argparse.Namespace) -> int:
 
 def _profile(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.analysis import PageGrid, pool, profile_trace  # noqa: PLC0415
+    from pytest_kvgate.gate import distrust_reason  # noqa: PLC0415
     from pytest_kvgate.pipeline import trace_subjects  # noqa: PLC0415
     from pytest_kvgate.report.document import (  # noqa: PLC0415
         profile_document,
@@ -100,7 +118,7 @@ def _profile(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.trace import load_trace  # noqa: PLC0415
 
     grid = PageGrid(parsed.page_size, parsed.sinks, parsed.recent)
-    documents = []
+    documents, believed = [], True
     for subject in trace_subjects(parsed.traces):
         alone = [
             profile_trace(load_trace(source.trace), grid, parsed.budgets, parsed.selectors)
@@ -108,12 +126,13 @@ def _profile(parsed: argparse.Namespace) -> int:
             if source.trace is not None
         ]
         documents.append(profile_document(subject.label, pool(alone), alone, ()))
+        believed = believed and distrust_reason(pool(alone)) is None
     for line in summary_lines(documents, [], []):
         print(line)
     settings = documents[0]["settings"]
     for target in parsed.report or ():
         write_report(target.path, report_document(settings, documents, []))
-    return 0
+    return 0 if believed else 1
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
+
 from pytest_kvgate.analysis import SELECTORS, SOFTMAX_REFERENCE, SOFTMAX_TOLERANCE, Profile
+from pytest_kvgate.analysis.pages import BUDGET_GRID
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import percent, share
 
@@ -115,7 +118,7 @@ def gate_from_arguments(arguments: tuple[object, ...], keywords: Mapping[str, An
             f"kvgate() needs {' and '.join(missing)}, as in kvgate(budget=0.02, min_coverage=0.95)."
         )
     selector = keywords.get("selector")
-    if selector is not None and selector not in SELECTORS:
+    if selector is not None and not (isinstance(selector, str) and selector in SELECTORS):
         raise GateError(
             f"kvgate(selector={selector!r}): there is no such selector. Accepted: "
             f"{', '.join(SELECTORS)}."
@@ -140,7 +143,7 @@ def decide(gate_id: str, subject: str, gate: Gate, profile: Profile) -> GateResu
     The profile must hold the gate's budget and `Gate.needed_selectors`, at the gate's page size.
     """
     page_size = profile.grid.page_size
-    notes = tuple(_notes(profile))
+    notes = tuple(_notes(gate, profile))
     invalid = _invalid_reason(gate, profile)
     if invalid is not None:
         return unanswered(gate_id, subject, gate, "INVALID", invalid, page_size, notes)
@@ -190,7 +193,11 @@ def _fraction(name: str, value: object, meaning: str) -> float:
         raise GateError(
             f"kvgate({name}={value!r}): {name} is {meaning}, a number above 0 and up to 1."
         )
-    return float(value)  # type: ignore[arg-type]
+    # float32 0.95 is meant as 0.95, not as the 0.949999988 that it is in binary
+    exactly = float(str(value)) if isinstance(value, np.floating) else float(value)  # type: ignore[arg-type]
+    if not exactly:
+        raise GateError(f"kvgate({name}={value!r}): {name} is too small to be told from 0.")
+    return exactly
 
 
 def distrust_reason(profile: Profile) -> str | None:
@@ -221,10 +228,22 @@ def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
     reason = profile.undefined_reason(gate.budget)
     if reason is None:
         return None
-    return f"{reason}. Raise the budget, lengthen the prompt, or use smaller pages."
+    enough = next((budget for budget in BUDGET_GRID if profile.is_defined(budget)), None)
+    smallest = "" if enough is None else f" (from {percent(enough)} on it buys one)"
+    return f"{reason}. Raise the budget{smallest}, lengthen the prompt, or use smaller pages."
 
 
-def _notes(profile: Profile) -> Iterable[str]:
+def _notes(gate: Gate, profile: Profile) -> Iterable[str]:
+    if all(
+        profile.grid.pages_for(gate.budget, step.n_visible) >= end - first
+        for trace in profile.traces
+        for step in trace.steps
+        for first, end in [profile.grid.eligible(step.n_visible)]
+    ):
+        yield "the budget buys every eligible page, so nothing was selected"
+    references = {trace.verification.reference for trace in profile.traces if trace.verification}
+    for reference in sorted(references - {SOFTMAX_REFERENCE}):
+        yield f"compared with {reference!r}, not with the model's own softmax"
     checked = [trace.verification for trace in profile.traces if trace.verification is not None]
     if len(checked) < len(profile.traces):
         yield "unverified trace: never compared with the model's own softmax"

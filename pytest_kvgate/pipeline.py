@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from pytest_kvgate.analysis import PageGrid, Profile, pool, profile_trace, verify_softmax
+from pytest_kvgate.analysis.wording import distinct
 from pytest_kvgate.capture import CaptureError, CaptureSettings, capture, read_prompt
 from pytest_kvgate.engine import EngineError, check_model_file, require_llama
 from pytest_kvgate.trace import Trace, TraceError, load_trace
@@ -30,12 +31,13 @@ class EvidenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """A saved ``trace``, or a ``model`` and a ``prompt`` to capture."""
+    """A saved ``trace``, or a ``model`` and a ``prompt`` to capture under the name ``workload``."""
 
     label: str
     trace: Path | None = None
     model: Path | None = None
     prompt: Path | None = None
+    workload: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,15 @@ def model_subjects(models: Sequence[Path], prompts: Sequence[Path]) -> tuple[Sub
         require_llama()
     for model in models:
         check_model_file(model)
-    labels = _distinct([model.stem for model in models])
-    prompt_labels = _distinct([prompt.stem for prompt in prompts])
+    labels = distinct([model.stem for model in models])
+    prompt_labels = distinct([prompt.stem for prompt in prompts])
     return tuple(
         Subject(
             label,
             tuple(
-                Source(f"{label} · {prompt_label}", model=model, prompt=prompt)
+                Source(
+                    f"{label} · {prompt_label}", model=model, prompt=prompt, workload=prompt_label
+                )
                 for prompt, prompt_label in zip(prompts, prompt_labels, strict=True)
             ),
         )
@@ -77,13 +81,24 @@ def trace_subjects(directories: Sequence[Path]) -> tuple[Subject, ...]:
         TraceError: a trace is not whole.
     """
     groups: dict[str, list[tuple[Trace, Path]]] = {}
-    for directory in directories:
+    places = [directory.resolve() for directory in directories]
+    for number, directory in enumerate(directories):
+        if places[number] in places[:number]:
+            raise TraceError(f"trace {directory} is given twice; it would count twice.")
         trace = load_trace(directory)
         key = json.dumps([trace.model, trace.capture.get("cache_type_k")], sort_keys=True)
         groups.setdefault(key, []).append((trace, directory))
-    labels = _distinct([str(members[0][0].model["name"]) for members in groups.values()])
+    labels = distinct([str(members[0][0].model["name"]) for members in groups.values()])
     return tuple(
-        Subject(label, tuple(Source(trace.label, trace=path) for trace, path in members))
+        Subject(
+            label,
+            tuple(
+                Source(name, trace=path)
+                for name, (_, path) in zip(
+                    distinct([trace.label for trace, _ in members]), members, strict=True
+                )
+            ),
+        )
         for label, members in zip(labels, groups.values(), strict=True)
     )
 
@@ -147,7 +162,12 @@ class Evidence:
             return self._capture_once(source)
         except EVIDENCE_ERRORS as error:
             return EvidenceError(str(error))
-        except Exception as error:  # a full disk, say: raised for every gate, captured only once
+        except OSError as error:
+            return EvidenceError(
+                f"{source.label}: {error}. Check the folders and the space that --kvgate-save and "
+                "temporary files need."
+            )
+        except Exception as error:  # raised for every gate, captured only once
             return error
 
     def _capture_once(self, source: Source) -> Trace:
@@ -165,9 +185,12 @@ class Evidence:
                 return load_trace(known["directory"])
             self.announce(f"capturing {source.label}")
             try:
+                prompt = read_prompt(source.prompt)
+                if source.workload is not None:
+                    prompt = replace(prompt, name=source.workload)
                 trace = capture(
                     source.model,
-                    read_prompt(source.prompt),
+                    prompt,
                     self.settings,
                     self.save or self.folder,
                     verify_softmax,
@@ -176,6 +199,8 @@ class Evidence:
                 _record(outcome, None, str(error))
                 raise
             _record(outcome, trace.directory, None)
+            if self.save is not None:
+                self.announce(f"kept as {trace.directory}")
             return trace
 
 
@@ -188,13 +213,3 @@ def _unless_error(value: T | Exception) -> T:
     if isinstance(value, Exception):
         raise value
     return value
-
-
-def _distinct(labels: list[str]) -> list[str]:
-    """Number labels that repeat, from the second on."""
-    seen: dict[str, int] = {}
-    result = []
-    for label in labels:
-        seen[label] = seen.get(label, 0) + 1
-        result.append(label if seen[label] == 1 else f"{label}-{seen[label]}")
-    return result

@@ -22,7 +22,7 @@ from pytest_kvgate.pipeline import (
     model_subjects,
     trace_subjects,
 )
-from pytest_kvgate.report.document import Document, profile_document, without_numbers
+from pytest_kvgate.report.document import Document, profile_document
 
 if TYPE_CHECKING:
     from pytest_kvgate.options.settings import Settings
@@ -107,9 +107,10 @@ class GateSession:
         """
         key = f"{subject.label} at {page_size}"
         if key not in self.documents:
-            profile = self.evidence.profile(subject, page_size)
-            alone = self.evidence.alone(subject, page_size)
-            document = profile_document(subject.label, profile, alone, self.thresholds)
-            believed = distrust_reason(profile) is None
-            self.documents[key] = document if believed else without_numbers(document)
+            self.documents[key] = profile_document(
+                subject.label,
+                self.evidence.profile(subject, page_size),
+                self.evidence.alone(subject, page_size),
+                self.thresholds,
+            )
         return self.documents[key]

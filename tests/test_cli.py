@@ -12,6 +12,7 @@ import pytest
 from pytest_kvgate.cli import main
 from pytest_kvgate.trace import load_trace
 from tests.conftest import CASES
+from tests.traces import FAILED, make_trace, random_layer
 
 
 def test_capture_writes_a_verified_trace_and_prints_where(
@@ -86,3 +87,42 @@ def test_the_installed_command_explains_itself() -> None:
     result = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert "capture" in result.stdout
     assert "profile" in result.stdout
+
+
+def test_no_number_of_a_failed_trace_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = random_layer(n_token=640)
+    trace = make_trace(tmp_path / "trace", [layer], n_visible=[640], verification=FAILED)
+    report = tmp_path / "out.json"
+    assert main(["profile", str(trace), "--budgets=0.25", f"--report=json:{report}"]) == 1
+    assert "so no number of this model is shown" in capsys.readouterr().out
+    document = json.loads(report.read_text("utf-8"))
+    assert (document["coverage"], document["layers"]) == ([], [])
+    assert document["attention"]["eligible_mass"] is None
+
+
+def test_a_folder_of_traces_is_told_from_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trace(tmp_path / "traces" / "mine", [random_layer(n_token=64)], n_visible=[64])
+    assert main(["profile", str(tmp_path / "traces")]) == 1
+    assert "It holds traces, though: name one of mine in it." in capsys.readouterr().err
+
+
+def test_a_report_of_the_command_overwrites_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"mine": 1}', encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["profile", str(CASES / "gqa-f16"), f"--report=json:{mine}"])
+    assert "is not a kvgate report; it is not overwritten" in capsys.readouterr().err
+    assert mine.read_text("utf-8") == '{"mine": 1}'
+
+
+def test_the_same_trace_twice_does_not_count_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", str(CASES / "gqa-f16"), str(CASES / "gqa-f16")]) == 1
+    assert "is given twice; it would count twice." in capsys.readouterr().err

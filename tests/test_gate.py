@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pytest_kvgate.analysis import SELECTORS, PageGrid, Profile, pool, profile_trace
+from pytest_kvgate.analysis.pages import BUDGET_GRID
 from pytest_kvgate.gate import Check, Gate, GateError, GateResult, decide, gate_from_arguments
 from pytest_kvgate.gate import unanswered as unanswered_gate
 from pytest_kvgate.trace import load_trace
@@ -44,11 +45,12 @@ def profile_of(
 
 def with_coverage(profile: Profile, budget: float, **coverage: float) -> Profile:
     """Return the profile with exact coverages, the same for every unit, at one budget."""
-    covered = profile.covered.copy()
+    covered, curve = profile.covered.copy(), profile.covered_curve.copy()
     for selector, value in coverage.items():
         row = profile.selectors.index(selector.replace("_", "-"))
         covered[row, profile.budgets.index(budget)] = value
-    return replace(profile, covered=covered)
+        curve[row, BUDGET_GRID.index(budget)] = value * profile.n_unit
+    return replace(profile, covered=covered, covered_curve=curve)
 
 
 def judged(profile: Profile, **arguments: Any) -> GateResult:  # noqa: ANN401 - as in a marker
@@ -82,6 +84,23 @@ class TestGateFromArguments:
 
         assert type(gate.budget) is float
         assert gate.budget == 0.02
+
+    def test_a_float32_is_the_decimal_that_it_prints_as(self) -> None:
+        gate = gate_from_arguments(
+            (), {"budget": np.float32(0.02), "min_coverage": np.float32(0.95)}
+        )
+
+        assert (gate.budget, gate.min_coverage) == (0.02, 0.95)
+
+    def test_a_number_that_becomes_zero_as_a_float(self) -> None:
+        found = refused(budget=0.02, min_coverage=Fraction(1, 10**400))
+
+        assert found.endswith("min_coverage is too small to be told from 0.")
+
+    def test_a_selector_that_is_no_text(self) -> None:
+        found = refused(budget=0.02, min_coverage=0.9, selector=np.array(["oracle", "landmark"]))
+
+        assert "there is no such selector" in found
 
     def test_a_positional_argument(self) -> None:
         assert refused(0.02, 0.95) == (
@@ -296,6 +315,7 @@ class TestNoGo:
         covered = profile.covered.copy()
         landmark, budget = profile.selectors.index("landmark"), profile.budgets.index(0.2)
         covered[landmark, budget] = [0.4, 0.1, 0.3, 0.1, 0.2]
+        profile = with_coverage(profile, 0.2, landmark=0.22)
 
         result = judged(replace(profile, covered=covered), budget=0.2, min_coverage=0.45)
 
@@ -382,7 +402,8 @@ class TestInvalid:
         assert result.verdict == "INVALID"
         assert result.reason == (
             "0.5% of 1024 tokens is 5 tokens, less than one 32-token page (tiny · made). "
-            "Raise the budget, lengthen the prompt, or use smaller pages."
+            "Raise the budget (from 3.2% on it buys one), lengthen the prompt, or use smaller "
+            "pages."
         )
         assert [check.observed for check in result.checks] == [None, None]
         assert result.page_size == 32

@@ -81,6 +81,11 @@ def group_masses(
         total = visible.sum(axis=1, dtype=np.float64)
         if sinks is not None:
             total += np.exp(sinks - top, dtype=np.float64)
+        if not np.isfinite(total).all():
+            raise TraceError(
+                f"layer {layer.index}, KV head {kv_head}, step {first_step + step}: the softmax is "
+                "not a finite number; look at the softcap, ALiBi slopes and sinks of this layer."
+            )
         visible /= total[:, None].astype(np.float32)
         row[:, :first] = 0
         row[:, n:] = 0

@@ -22,7 +22,7 @@ class NotMeasuredError(LookupError):
     """A selector or a budget that this profile does not hold; the message says how to get it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
     """Coverage per unit, at several budgets, for several selectors.
 
@@ -47,6 +47,10 @@ class Profile:
     covered_curve: NDArray[np.float64]
     total_curve: NDArray[np.float64]
     skipped_units: int
+
+    def __repr__(self) -> str:
+        traces = ", ".join(trace.label for trace in self.traces)
+        return f"<Profile of {traces}: {self.n_unit} units, {self.grid.page_size}-token pages>"
 
     @property
     def n_unit(self) -> int:
@@ -111,6 +115,10 @@ class Profile:
             return None
         return f"{self.grid.shortfall(budget, n_visible)} ({shortest.label})"
 
+    def is_defined(self, budget: float) -> bool:
+        """Whether coverage at this budget is defined."""
+        return self.undefined_reason(budget) is None
+
     def _mean(
         self,
         units: NDArray[np.float64],
@@ -119,12 +127,13 @@ class Profile:
         budget: float,
     ) -> float:
         row = self._selector(selector)
-        if budget in self.budgets:
-            self._require_defined(budget)
-            return float(units[row, self.budgets.index(budget)].mean())
+        # the grid first, so that a required budget and the coverage there agree to the last digit
         if budget in BUDGET_GRID:
             self._require_defined(budget)
             return float(curve[row, BUDGET_GRID.index(budget)]) / self.n_unit
+        if budget in self.budgets:
+            self._require_defined(budget)
+            return float(units[row, self.budgets.index(budget)].mean())
         raise NotMeasuredError(self._unknown_budget(budget, self.budgets))
 
     def _selector(self, selector: str) -> int:

@@ -26,9 +26,9 @@ class PageKeys:
     keys: NDArray[np.float32]
 
     @cached_property
-    def mean(self) -> NDArray[np.float32]:
-        """Mean key per page, ``[n_page, head_dim]`` float32."""
-        mean: NDArray[np.float32] = self.keys.mean(axis=1)
+    def mean(self) -> NDArray[np.float64]:
+        """Mean key per page, ``[n_page, head_dim]`` float64."""
+        mean: NDArray[np.float64] = self.keys.mean(axis=1, dtype=np.float64)
         return mean
 
 
@@ -43,8 +43,11 @@ def landmark(queries: NDArray[np.float32], pages: PageKeys) -> NDArray[np.float3
     (Mohtashami and Jaggi, 2023) learns such a key. 2·head_dim bytes per page and KV head at 2 bytes
     a number.
     """
-    scores: NDArray[np.float32] = (queries @ pages.mean.T).max(axis=1)
-    return scores
+    scores = queries.astype(np.float64) @ pages.mean.T
+    # A matrix product may sum equal columns in different orders. Computed in float64 and compared
+    # in float32, pages with equal keys tie as the definition says.
+    best: NDArray[np.float32] = scores.max(axis=1).astype(np.float32)
+    return best
 
 
 #: Page selectors that a pager could build, by name.

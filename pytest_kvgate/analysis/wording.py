@@ -23,7 +23,26 @@ def percent(fraction: float) -> str:
 
 def share(value: float | None) -> str:
     """Write a share with four digits, cut and not rounded, so that 0.94999 is not 0.95."""
-    if value is None:
-        return UNDEFINED
+    return UNDEFINED if value is None else f"{_cut(value):.4f}"
+
+
+def margin(value: float | None) -> str:
+    """Write a difference with sign and four digits, cut downwards: a miss is never -0.0000."""
+    return UNDEFINED if value is None else f"{_cut(value):+.4f}"
+
+
+def distinct(labels: list[str]) -> list[str]:
+    """Number the labels that repeat, so that each is unique."""
+    result: list[str] = []
+    for label in labels:
+        number, candidate = 1, label
+        while candidate in result or (number > 1 and candidate in labels):
+            number += 1
+            candidate = f"{label}-{number}"
+        result.append(candidate)
+    return result
+
+
+def _cut(value: float) -> float:
     # the small addend keeps what is decimal to four digits, such as 0.57, from losing one
-    return f"{math.floor(value * 1e4 + 1e-9) / 1e4:.4f}"
+    return math.floor(value * 1e4 + 1e-9) / 1e4

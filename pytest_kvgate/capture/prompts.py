@@ -23,7 +23,7 @@ def read_prompt(path: Path) -> Prompt:
         CaptureError: the file is missing, not UTF-8 text, or empty.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # line ends stay as they are
     except UnicodeDecodeError as error:
         raise CaptureError(
             f"prompt {path} is not UTF-8 text (byte {error.start}). Save it as UTF-8."

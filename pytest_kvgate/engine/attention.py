@@ -33,8 +33,8 @@ class AttentionRead:
     copies the first n cells of the cache, ``[n_head_kv, n, head_dim]``, and ``read_softmax()`` the
     weights ``[n_head, n_cell]`` float32; both work during ``on_read`` only. ``mask`` is
     ``[n_cell]``: minus infinity where hidden. ``rotation`` is the orthonormal ``[r, r]`` matrix
-    that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims that RoPE turns. ``shared_keys`` marks a layer that reads
-    another layer's cache.
+    that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
+    that RoPE turns. ``shared_keys`` marks a layer that reads another layer's cache.
     """
 
     index: int

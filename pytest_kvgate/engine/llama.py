@@ -52,8 +52,11 @@ def check_model_file(path: Path) -> None:
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise EngineError(f"model {path} {found}; a GGUF file is needed.")
-    with path.open("rb") as file:
-        magic = file.read(4)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise EngineError(f"model {path} cannot be read: {error.strerror}.") from error
     if magic != b"GGUF":
         raise EngineError(
             f"model {path} begins with {magic!r} and not with b'GGUF', so it is not a GGUF file. "

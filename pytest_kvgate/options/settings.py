@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_kvgate.options.table import OPTIONS, Option, given_on_command_line
-from pytest_kvgate.options.values import ReportTarget
+from pytest_kvgate.options.values import ReportTarget, report_problem
 
 #: Where pytest keeps its configuration, in the order in which it looks.
 INI_FILES = (
@@ -117,7 +117,8 @@ def resolve_settings(config: pytest.Config) -> Settings:
         )
     _check_combination(config, models, traces, values["prompt"])
     for kind, paths in (("model", models), ("prompt", values["prompt"]), ("trace", traces)):
-        repeated = [path for position, path in enumerate(paths) if path in paths[:position]]
+        places = [path.resolve() for path in paths]
+        repeated = [path for number, path in enumerate(paths) if places[number] in places[:number]]
         if repeated:
             raise pytest.UsageError(f"kvgate: --kvgate-{kind} {repeated[0]} is given twice.")
     for path in traces:
@@ -130,7 +131,9 @@ def resolve_settings(config: pytest.Config) -> Settings:
         if not path.is_file():
             raise pytest.UsageError(f"kvgate: --kvgate-prompt {path} does not exist or is no file.")
     for target in values["report"]:
-        _check_report(target)
+        problem = report_problem(target.path)
+        if problem is not None:
+            raise pytest.UsageError(f"kvgate: --kvgate-report {problem}.")
     save = values["save"]
     if save is not None and save.exists() and not save.is_dir():
         raise pytest.UsageError(f"kvgate: --kvgate-save {save} is a file; a folder is needed.")
@@ -162,6 +165,9 @@ def _value(config: pytest.Config, option: Option) -> Any:  # noqa: ANN401 - each
         given = config.getini(option.ini)
         if given is None or given == "":
             given = option.default
+        elif not option.repeatable:  # TOML has numbers and lists where an ini file has text
+            items = given if isinstance(given, list) else [given]
+            given = ",".join(str(item) for item in items)
     if option.repeatable:
         return tuple(_parsed(option, text, origin, base) for text in given)
     return None if given is None else _parsed(option, given, origin, base)
@@ -198,19 +204,3 @@ def _check_combination(
     if pointless:
         why = "a saved trace is already captured" if traces else "--kvgate-model is missing"
         raise pytest.UsageError(f"kvgate: {pointless[0]} has no effect here: {why}.")
-
-
-def _check_report(target: ReportTarget) -> None:
-    path = target.path
-    if path.is_dir():
-        raise pytest.UsageError(f"kvgate: --kvgate-report {path} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise pytest.UsageError(f"kvgate: --kvgate-report {path}: {path.parent} does not exist.")
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            head = file.read(64)
-        if b'"kvgate-report/' not in head:
-            raise pytest.UsageError(
-                f"kvgate: --kvgate-report {path} exists and is not a kvgate report; it is not "
-                "overwritten. Name another file."
-            )

@@ -85,6 +85,21 @@ def parse_report(text: str) -> ReportTarget:
     return ReportTarget(kind, Path(path))
 
 
+def report_problem(path: Path) -> str | None:
+    """Say why a report cannot be written there, or return None."""
+    try:
+        if path.is_dir():
+            return f"{path} is a folder; name a file in it"
+        if not path.parent.is_dir():
+            return f"{path}: {path.parent} is not a folder"
+        head = path.read_bytes()[:64] if path.is_file() else b""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if head and b'"kvgate-report/' not in head:
+        return f"{path} exists and is not a kvgate report; it is not overwritten. Name another file"
+    return None
+
+
 def parse_cache_type(text: str) -> str:
     """Check the data type of the K cache."""
     if text not in CACHE_TYPES:

@@ -14,14 +14,19 @@ import pytest
 from pytest_kvgate.options import add_options, given_on_command_line
 from pytest_kvgate.plugin.items import (
     BROKEN,
+    FAILURE,
     GATES,
     ROWS,
     broken_evidence,
+    comment_on_outcome,
     declared_gates,
     failure_text,
+    gates_added_late,
+    insist,
     is_involved,
     judge,
-    mark_not_evaluated,
+    rows_of_failed_setup,
+    unanswered_rows,
 )
 from pytest_kvgate.plugin.reports import VerdictCollector, write_reports
 from pytest_kvgate.plugin.state import (
@@ -89,7 +94,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "_kvgate_choice" not in metafunc.fixturenames:
             metafunc.fixturenames.append("_kvgate_choice")
         labels, values = zip(*choices, strict=True)
-        metafunc.parametrize("_kvgate_choice", values, ids=labels, indirect=True)
+        ids = [label.replace(" · ", "-") for label in labels]
+        metafunc.parametrize("_kvgate_choice", values, ids=ids, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -130,13 +136,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Judge the test's gates, run its body, and fail it if a gate was missed."""
     try:
         results = list(judge(item))
-    except Exception:
-        item.stash[BROKEN] = True
+    except Exception as error:
+        item.stash[BROKEN] = repr(error)
         raise
     failures = [result for result in results if result.verdict != "GO"]
-    broken = any(result.verdict == "INVALID" for result in failures)
+    broken = [result.reason for result in failures if result.verdict == "INVALID"]
+    if failures:
+        item.stash[FAILURE] = failure_text(failures)
     if broken:
-        item.stash[BROKEN] = True
+        item.stash[BROKEN] = broken[0]
     outcome = None
     try:
         outcome = yield
@@ -147,10 +155,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         if not failures:
             raise
         if not broken and not isinstance(error, pytest.skip.Exception):
-            item.add_report_section("call", "kvgate", failure_text(failures))
+            item.add_report_section("call", "kvgate", item.stash[FAILURE])
             raise
     if failures:
-        pytest.fail(failure_text(failures), pytrace=False)
+        pytest.fail(item.stash[FAILURE], pytrace=False)
+    if gates_added_late(item):
+        pytest.fail(
+            "kvgate: a gate was added to this test while it ran, which is too late to measure what "
+            "it needs. Declare it with the decorator, or in pytest_collection_modifyitems.",
+            pytrace=False,
+        )
     return outcome
 
 
@@ -160,18 +174,15 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let the report carry the verdicts; an xfail excuses a missed gate, not a broken one."""
     report = yield
-    if call.excinfo is not None and item.stash.get(BROKEN, False):
-        if hasattr(report, "wasxfail"):
-            del report.wasxfail
-        if report.outcome == "skipped":
-            report.outcome = "failed"
-            report.longrepr = str(call.excinfo.value)
+    if call.when != "teardown":
+        insist(item, call, report)
+    rows = item.stash.get(ROWS, [])
+    item.stash[ROWS] = []
     if call.when == "setup" and not report.passed:
-        mark_not_evaluated(item, report)
-    if ROWS in item.stash:
-        # an attribute of plain values: it travels from an xdist worker with the report
-        report.__dict__["kvgate_rows"] = item.stash[ROWS]
-        del item.stash[ROWS]
+        rows = rows_of_failed_setup(item, report)
+    comment_on_outcome(report, rows)
+    # an attribute of plain values: it travels from an xdist worker with the report
+    report.__dict__["kvgate_rows"] = rows
     return report
 
 
@@ -191,12 +202,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         pytest.ExitCode.TESTS_FAILED,
         pytest.ExitCode.NO_TESTS_COLLECTED,
     )
-    if not finished or config.getoption("collectonly"):
+    if config.getoption("collectonly"):
+        return
+    judged = {row["id"] for row in state.rows}
+    for item in getattr(session, "items", ()):  # an xdist controller has none of its own
+        if not judged.intersection(gate_id for gate_id, _ in item.stash.get(GATES, ())):
+            state.rows += unanswered_rows(item, "NOT EVALUATED", "the run ended before its test")
+    if not finished:
         return
     asked = given_on_command_line(config, "model", "trace")
     if state.involved or state.rows or given_on_command_line(config, "report"):
         write_reports(config)
-    if asked and not (state.rows or state.documents or state.problems):
+    judged_any = any(row["verdict"] != "NOT EVALUATED" for row in state.rows)
+    if asked and not (judged_any or state.documents or state.problems):
         state.problems.append(f"{asked[0]} was given, but no gate was run: NOTHING WAS EVALUATED.")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
@@ -221,7 +239,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def kvgate_profile(
-    request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None]
+    request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None] | None
 ) -> Profile:
     """Pooled profile of the model under test, at the page size of the test's gates."""
     gates = [gate for _, gate in request.node.stash.get(GATES, ())]
@@ -234,23 +252,38 @@ def kvgate_profile(
             pytrace=False,
         )
     page_size = sizes.pop() if sizes else session.page_size
-    subject = session.subjects[_kvgate_choice[0]]
+    subject = session.subjects[_chosen(_kvgate_choice, len(session.subjects))[0]]
     with broken_evidence(request.node):
         session.describe(subject, page_size)
         return session.trusted_profile(subject, page_size)
 
 
 @pytest.fixture
-def kvgate_trace(request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None]) -> Trace:
+def kvgate_trace(
+    request: pytest.FixtureRequest, _kvgate_choice: tuple[int, int | None] | None
+) -> Trace:
     """One captured or saved trace; with several, the test runs once for each."""
     session = require_session(request.config)
-    subject, position = _kvgate_choice
+    n_source = sum(len(subject.sources) for subject in session.subjects)
+    subject, position = _chosen(_kvgate_choice, n_source)
     with broken_evidence(request.node):
         return session.evidence.trace(session.subjects[subject].sources[position or 0])
 
 
 @pytest.fixture
-def _kvgate_choice(request: pytest.FixtureRequest) -> tuple[int, int | None]:
-    """Which subject, and which of its sources, a test is about."""
-    choice: tuple[int, int | None] = getattr(request, "param", (0, None))
+def _kvgate_choice(request: pytest.FixtureRequest) -> tuple[int, int | None] | None:
+    """Which subject, and which of its sources, a test is about; None where it was not asked."""
+    choice: tuple[int, int | None] | None = getattr(request, "param", None)
     return choice
+
+
+def _chosen(choice: tuple[int, int | None] | None, n_choice: int) -> tuple[int, int | None]:
+    """Return the choice, or the only one there is."""
+    if choice is None and n_choice > 1:
+        pytest.fail(
+            f"kvgate has {n_choice} models or traces, and this test cannot run once for each: it "
+            "asks for the fixture while it runs. Name kvgate_profile or kvgate_trace among its "
+            "arguments.",
+            pytrace=False,
+        )
+    return choice or (0, None)

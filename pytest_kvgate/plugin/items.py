@@ -11,12 +11,14 @@ import pytest
 from pytest_kvgate.plugin.state import state_of
 
 if TYPE_CHECKING:
-    from pytest_kvgate.gate import Gate, GateResult
+    from pytest_kvgate.gate import Gate, GateResult, Verdict
 
 GATES = pytest.StashKey["tuple[tuple[str, Gate], ...]"]()
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
-#: Set on a test whose gates could not be judged; unlike a missed gate, an xfail does not excuse it.
-BROKEN = pytest.StashKey[bool]()
+#: Why a test's gates could not be judged; unlike a missed gate, an xfail does not excuse it.
+BROKEN = pytest.StashKey[str]()
+#: The text of the gates that did not hold.
+FAILURE = pytest.StashKey[str]()
 
 
 def is_involved(node: pytest.Item, fixturenames: Iterable[str]) -> bool:
@@ -68,18 +70,67 @@ def failure_text(failures: Iterable[GateResult]) -> str:
     return "\n\n".join("\n".join(gate_failure(result)) for result in failures)
 
 
-def mark_not_evaluated(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Give every gate of a test that never ran a row that says so."""
+def gates_added_late(item: pytest.Item) -> bool:
+    """Whether the test got a gate after collection, when no gate can be prepared any more."""
+    return len(list(item.iter_markers("kvgate"))) != len(item.stash.get(GATES, ()))
+
+
+def insist(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Turn a report into a failure where something hides what became of the test's gates.
+
+    An xfail excuses a missed gate, not one that could not be judged; and no kind of skip, not even
+    unittest's, takes a missed gate along.
+    """
+    if call.excinfo is None or not (BROKEN in item.stash or item.stash.get(GATES, ())):
+        return
+    xfailed = hasattr(report, "wasxfail")
+    skipped = report.skipped and not xfailed
+    setup_broke = call.when == "setup" and xfailed and not _is_skip_or_xfail(call)
+    if BROKEN in item.stash or setup_broke or (skipped and FAILURE in item.stash):
+        if xfailed:
+            del report.wasxfail
+        if report.skipped:
+            report.outcome = "failed"
+            report.longrepr = item.stash.get(FAILURE, str(call.excinfo.value))
+
+
+def _is_skip_or_xfail(call: pytest.CallInfo[None]) -> bool:
+    asked = (pytest.skip.Exception, pytest.xfail.Exception)
+    return call.excinfo is not None and isinstance(call.excinfo.value, asked)
+
+
+def unanswered_rows(item: pytest.Item, verdict: Verdict, reason: str) -> list[dict[str, Any]]:
+    """Return a row for every gate of a test that could not be judged."""
     from pytest_kvgate.gate import unanswered  # noqa: PLC0415
     from pytest_kvgate.report.document import gate_row  # noqa: PLC0415
 
-    longrepr = report.longrepr
-    reason = longrepr[2] if isinstance(longrepr, tuple) else "the setup of its test failed"
-    reason = reason.removeprefix("Skipped: ")
-    item.stash[ROWS] = [
-        gate_row(unanswered(gate_id, "", gate, "NOT EVALUATED", reason))
+    return [
+        gate_row(unanswered(gate_id, "", gate, verdict, reason))
         for gate_id, gate in item.stash.get(GATES, ())
     ]
+
+
+def rows_of_failed_setup(item: pytest.Item, report: pytest.TestReport) -> list[dict[str, Any]]:
+    """Return the rows of a test that never ran, with the reason why."""
+    broken = item.stash.get(BROKEN, None)
+    if broken is not None:
+        return unanswered_rows(item, "INVALID", broken)
+    longrepr = report.longrepr
+    reason = longrepr[2] if isinstance(longrepr, tuple) else "the setup of its test failed"
+    return unanswered_rows(item, "NOT EVALUATED", reason.removeprefix("Skipped: "))
+
+
+def comment_on_outcome(report: pytest.TestReport, rows: list[dict[str, Any]]) -> None:
+    """Say what a failed test means whose gates all hold."""
+    if not report.failed or any(row["verdict"] != "GO" for row in rows):
+        return
+    for row in rows:
+        row["notes"].append("the gate holds, but its test failed")
+    if isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]"):
+        report.longrepr += (
+            "\nkvgate: every gate of this test is GO now, so the decision that the xfail records "
+            "no longer holds. Look at the numbers, and remove the xfail."
+        )
 
 
 @contextmanager
@@ -90,5 +141,5 @@ def broken_evidence(item: pytest.Item) -> Iterator[None]:
     try:
         yield
     except EvidenceError as error:
-        item.stash[BROKEN] = True
-        pytest.fail(f"kvgate: {error}", pytrace=False)
+        item.stash[BROKEN] = str(error)
+        raise pytest.fail.Exception(f"kvgate: {error}", pytrace=False) from None

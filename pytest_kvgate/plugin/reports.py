@@ -17,7 +17,11 @@ class VerdictCollector:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the verdicts that a test's report carries."""
-        self._state.rows.extend(getattr(report, "kvgate_rows", ()))
+        rows = getattr(report, "kvgate_rows", ())
+        judged = {row["id"] for row in rows}
+        # a test that is run again replaces its verdicts
+        self._state.rows = [row for row in self._state.rows if row["id"] not in judged]
+        self._state.rows += rows
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:  # noqa: ANN401 - a type of xdist's own
@@ -52,4 +56,7 @@ def write_reports(config: pytest.Config) -> None:
         state.documents = session.documents
     document = report_document(settings.as_reported(), state.documents.values(), state.rows)
     for target in settings.reports:
-        write_report(target.path, document)
+        try:
+            write_report(target.path, document)
+        except OSError as error:
+            state.problems.append(f"The report {target.path} could not be written: {error}.")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import Profile, UndefinedError
-from pytest_kvgate.gate import GateResult
+from pytest_kvgate.gate import GateResult, distrust_reason
 from pytest_kvgate.trace import Trace, Verification
 
 SCHEMA = "kvgate-report/1"
@@ -31,9 +31,10 @@ def profile_document(
     """Return what the traces of one model say, pooled, and each alone where there are several.
 
     ``thresholds`` are coverages to state required budgets for. Numbers that are undefined, and
-    those that are not measured, are None; lists of things not measured are empty.
+    those that are not measured, are None; lists of things not measured are empty. Traces that
+    failed their verification give no numbers at all.
     """
-    return {
+    document: Document = {
         "subject": subject,
         "settings": {
             "page_size": pooled.grid.page_size,
@@ -61,9 +62,10 @@ def profile_document(
         },
         "skipped_units": pooled.skipped_units,
     }
+    return document if distrust_reason(pooled) is None else _without_numbers(document)
 
 
-def without_numbers(document: Document) -> Document:
+def _without_numbers(document: Document) -> Document:
     """Return the document of traces that cannot be believed: what they are, and no number."""
     unknown = dict.fromkeys(document["attention"])
     traces = [{**trace, "coverage": []} for trace in document["traces"]]
@@ -137,11 +139,20 @@ def report_document(
 
 
 def write_report(path: Path, document: Document) -> None:
-    """Write the report in one step, so that an interrupted run leaves the old one whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Write the report in one step, so that an interrupted run leaves the old one whole.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    target = path.resolve()  # a link stays a link
+    if target.exists() and not target.is_file():  # a pipe or a device, which stays one too
+        target.write_text(text, encoding="utf-8")
+        return
+    partial = target.with_name(f".kvgate-{os.getpid()}.partial")
     try:
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_kvgate.analysis.wording import UNDEFINED, percent, share
+from pytest_kvgate.analysis.wording import margin, percent, share
 from pytest_kvgate.gate import GateResult
 from pytest_kvgate.report.tables import table, wrap
 
@@ -20,14 +20,15 @@ def gate_failure(result: GateResult) -> Iterator[str]:
             check.selector,
             share(check.observed),
             share(check.required),
-            UNDEFINED if check.margin is None else f"{check.margin:+.4f}",
-            "ok" if check.passed else "missed" if check.observed is not None else UNDEFINED,
+            margin(check.margin),
+            "ok" if check.passed else "missed",
         ]
         for check in result.checks
     ]
     headers = ["coverage of", "observed", "required", "margin", ""]
-    yield from table(rows, headers, ("left", "right", "right", "right", "left"))
-    yield ""
+    if any(check.observed is not None for check in result.checks):
+        yield from table(rows, headers, ("left", "right", "right", "right", "left"))
+        yield ""
     yield from wrap(f"{result.verdict}: {result.reason}")
     if result.worst_layers:
         worst = ", ".join(f"{layer} ({share(value)})" for layer, value in result.worst_layers)

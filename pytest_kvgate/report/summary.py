@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, distinct, percent, share
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import shorten, table, wrap
 
@@ -117,11 +117,12 @@ def _alone(traces: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     """Yield the coverage of each pooled trace, a row per selector and a column per budget."""
     budgets = settings["budgets"]
     rows = []
-    for trace in traces:
+    names = distinct([shorten(trace["workload"]["name"], 30) for trace in traces])
+    for name, trace in zip(names, traces, strict=True):
         found = {(row["budget"], row["selector"]): row["coverage"] for row in trace["coverage"]}
         for selector in settings["selectors"]:
             values = [share(found[budget, selector]) for budget in budgets]
-            rows.append([f"{shorten(trace['workload']['name'], 30)}: {selector}", *values])
+            rows.append([f"{name}: {selector}", *values])
     headers = ["each alone", *(percent(budget) for budget in budgets)]
     yield from table(rows, headers, ("left", *("right" for _ in budgets)))
 
@@ -131,7 +132,7 @@ def _required(rows: Sequence[Mapping[str, Any]], selectors: Sequence[str]) -> It
     coverages = sorted({row["coverage"] for row in rows})
     needed = [
         [
-            f"{coverage:g}",
+            str(coverage),
             *(
                 UNDEFINED if found[name, coverage] is None else percent(found[name, coverage])
                 for name in selectors

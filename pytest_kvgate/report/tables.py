@@ -12,9 +12,14 @@ INDENT = "  "
 
 
 def wrap(text: str, indent: str = "") -> list[str]:
-    """Break text into lines of at most `WIDTH` columns."""
+    """Break text into lines of at most `WIDTH` columns, but no path or other long word."""
     return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 

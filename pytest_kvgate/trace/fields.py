@@ -10,6 +10,9 @@ from typing import Any
 
 from pytest_kvgate.trace.errors import TraceError
 
+#: What a number of a trace may be in size.
+SMALLEST, LARGEST = 1e-30, 1e30
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -58,8 +61,11 @@ class Fields:
             number = float(value) if numeric else math.nan
         except OverflowError:
             number = math.inf
-        if not math.isfinite(number) or (positive and number <= 0):
-            raise self.error(key, repr(value), f"a finite{' positive' * positive} number")
+        # the numbers meet float32 arrays, where much smaller ones vanish and larger ones overflow
+        too_small = positive and number < SMALLEST
+        if not math.isfinite(number) or abs(number) > LARGEST or too_small:
+            within = f"from {SMALLEST:g} to" if positive else "in size up to"
+            raise self.error(key, repr(value), f"a number {within} {LARGEST:g}")
         return number
 
     def number_or_none(self, key: str, *, positive: bool = False) -> float | None:

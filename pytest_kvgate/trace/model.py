@@ -31,7 +31,7 @@ class Step:
     n_visible: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layer:
     """What one KV-carrying layer read.
 
@@ -54,6 +54,9 @@ class Layer:
     q: FloatArray
     v: FloatArray | None = None
     sinks: FloatArray | None = None
+
+    def __repr__(self) -> str:
+        return f"<Layer {self.index}: {self.n_head} query heads on {self.n_head_kv} KV heads>"
 
     @property
     def group_size(self) -> int:
@@ -97,7 +100,7 @@ class Reference:
     queries: Mapping[str, tuple[FloatArray, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """A ``kvgate-trace/1`` directory, validated and memory-mapped."""
 
@@ -108,6 +111,9 @@ class Trace:
     layers: tuple[Layer, ...]
     steps: tuple[Step, ...]
     verification: Verification | None
+
+    def __repr__(self) -> str:
+        return f"<Trace {self.label}: {self.n_context} tokens, {len(self.steps)} steps>"
 
     @property
     def n_context(self) -> int:

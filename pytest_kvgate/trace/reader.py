@@ -55,15 +55,20 @@ def _read_document(path: Path) -> Fields:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        inside = sorted(found.parent.name for found in path.parent.glob("*/trace.json"))
+        remedy = (
+            f"It holds traces, though: name one of {', '.join(inside)} in it."
+            if inside
+            else "Copy or capture the trace again."
+        )
         raise TraceError(
-            f"{path.parent}: trace.json is missing, so this is not a {SCHEMA} directory. "
-            "Capture it again with --kvgate-save."
+            f"{path.parent}: trace.json is missing, so this is not a {SCHEMA} directory. {remedy}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}.") from error
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise TraceError(
             f"{path}: is not valid JSON ({error}). An interrupted copy leaves such a file; "
             "copy or capture the trace again."
@@ -75,6 +80,10 @@ def _read_document(path: Path) -> Fields:
     if schema != SCHEMA:
         raise document.error("schema", repr(schema), f"{SCHEMA!r}, the only format read here")
     return document
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
 
 
 def _steps(document: Fields) -> tuple[Step, ...]:

@@ -367,3 +367,30 @@ def test_what_was_not_measured_is_named_with_what_was(tmp_path: Path) -> None:
         profile.coverage("oracle", 0.2005)
     with pytest.raises(NotMeasuredError, match=r"0\.4 was not measured"):
         profile.layer_coverage("oracle", 0.4)
+
+
+@pytest.mark.parametrize("n_page", [5, 17, 21, 37, 101])
+def test_pages_with_equal_keys_tie_wherever_they_lie(n_page: int) -> None:
+    # A float32 matrix product gives the last columns of such shapes another last bit.
+    rng = np.random.default_rng(n_page)
+    page = rng.standard_normal((1, 8, 80)).astype(np.float32)
+    queries = rng.standard_normal((5, 3, 80)).astype(np.float32)
+
+    scores = landmark(queries, PageKeys(np.repeat(page, n_page, axis=0)))
+
+    assert (scores == scores[:, :1]).all()
+
+
+def test_a_required_budget_reaches_exactly_the_coverage_that_is_reported_there(
+    tmp_path: Path,
+) -> None:
+    layer = random_layer(4, n_token=320, n_step=7, n_head=6, n_head_kv=3)
+    budgets = tuple(number / 100 for number in range(10, 100, 3))
+    profile = profile_of(tmp_path, layer, grid=PageGrid(8, 8, 8), budgets=budgets)
+
+    for selector in SELECTORS:
+        for budget in budgets:
+            required = profile.required_budget(selector, profile.coverage(selector, budget))
+            assert required is not None
+            assert required <= budget
+            assert profile.coverage(selector, required) >= profile.coverage(selector, budget)

@@ -268,3 +268,9 @@ def test_a_good_capture_leaves_no_scratch_files(llama: Path, out: Path, scratch:
     trace = attempt(llama, out)
     assert list(out.iterdir()) == [trace.directory]
     assert list(scratch.iterdir()) == []
+
+
+def test_line_ends_reach_the_model_as_they_stand_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "crlf.txt"
+    path.write_bytes(b"one\r\ntwo\rthree\n")
+    assert read_prompt(path).text == "one\r\ntwo\rthree\n"

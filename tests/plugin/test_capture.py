@@ -274,3 +274,13 @@ def test_the_engine_prints_nothing_of_its_own(
     assert result.stderr.str() == ""
     result.stdout.fnmatch_lines(["kvgate: capturing tiny-llama · lesson"])
     assert "llama_" not in result.stdout.str()
+
+
+def test_two_prompts_of_one_name_are_told_apart(
+    pytester: pytest.Pytester, tiny_llama: Path, prompt: Path
+) -> None:
+    other = pytester.mkdir("other") / prompt.name
+    other.write_text("abcdefg" * 120, encoding="utf-8")
+    pytester.makepyfile(GATE)
+    traces = captured(pytester, tiny_llama, prompt, STEPS, f"--kvgate-prompt={other}")
+    assert [trace["workload"]["name"] for trace in traces] == ["lesson", "lesson-2"]

@@ -98,3 +98,44 @@ def test_ctrl_c_ends_a_capture_at_once_and_leaves_nothing_behind(
     assert "Exception ignored" not in rest
     assert list((pytester.path / "kept").iterdir()) == []
     assert list(scratch.glob("kvgate-*")) == []
+
+
+def test_a_trace_whose_only_gate_is_skipped_is_not_a_success(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    source = GATE.format(coverage=0.2).replace("@kvgate", "@pytest.mark.skip\n@kvgate")
+    pytester.makepyfile("import pytest\n" + source)
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_a_report_that_fails_to_be_written_leaves_the_summary_and_fails_the_run(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    source = GATE.format(coverage=0.1).replace("pass", "os.rmdir('reports')")
+    pytester.makepyfile("import os\n" + source)
+    pytester.mkdir("reports")
+    result = pytester.runpytest(
+        f"--kvgate-trace={gqa_trace}", "--kvgate-report=json:reports/a.json"
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["GO  *test_gate", "The report *could not be written*"])
+
+
+def test_a_folder_for_traces_that_cannot_be_made_fails_with_a_sentence(
+    pytester: pytest.Pytester, tiny_llama: Path, prompt: Path
+) -> None:
+    pytester.makepyfile(GATE.format(coverage=0.1))
+    pytester.path.joinpath("file").write_text("mine", encoding="utf-8")
+    result = pytester.runpytest(
+        f"--kvgate-model={tiny_llama}",
+        f"--kvgate-prompt={prompt}",
+        "--kvgate-steps=0:5:2",
+        "--kvgate-save=file/below",
+    )
+    result.assert_outcomes(failed=1)
+    assert "Check the folders and the space that --kvgate-save" in " ".join(
+        result.stdout.str().split()
+    )
+    assert "Traceback" not in result.stdout.str()

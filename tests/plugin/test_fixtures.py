@@ -84,7 +84,7 @@ def test_a_test_of_one_trace_runs_once_for_each(pytester: pytest.Pytester) -> No
     options = [f"--kvgate-trace={CASES / case}" for case in ("gqa-f16", "sinks-softcap")]
     result = pytester.runpytest("-v", *options)
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*test_body?synthetic*gqa-f16? PASSED*", "*test_pooled PASSED*"])
+    result.stdout.fnmatch_lines(["*test_body?synthetic-gqa-f16? PASSED*", "*test_pooled PASSED*"])
 
 
 def test_every_model_is_judged_on_its_own(pytester: pytest.Pytester, tmp_path: Path) -> None:
@@ -142,3 +142,29 @@ def test_a_fixture_asked_for_while_the_test_runs_works_too(
     )
     pytester.runpytest(f"--kvgate-trace={gqa_trace}").assert_outcomes(passed=1)
     pytester.runpytest("-rs").assert_outcomes(skipped=1)
+
+
+@pytest.mark.parametrize("fixture", ["kvgate_profile", "kvgate_trace"])
+def test_a_fixture_asked_for_late_does_not_pick_one_of_several_models(
+    pytester: pytest.Pytester, fixture: str
+) -> None:
+    pytester.makepyfile(f"def test_body(request): request.getfixturevalue({fixture!r})")
+    for name in ("one", "two"):
+        make_trace(pytester.path / name, [random_layer(n_token=640)], [640], name=name)
+    result = pytester.runpytest("--kvgate-trace=one", "--kvgate-trace=two")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kvgate has 2 models or traces, and this test cannot run once*"])
+
+
+def test_models_of_one_file_name_are_told_apart(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    for folder, name in (("x", "a"), ("y", "a"), ("z", "a-2")):
+        layer = random_layer(ord(folder), n_token=640)
+        make_trace(tmp_path / folder, [layer], [640], name=name, workload=folder)
+        document = tmp_path / folder / "trace.json"
+        text = document.read_text("utf-8").replace('"made"', f'"made-{folder}"', 1)
+        document.write_text(text, encoding="utf-8")
+    pytester.makepyfile("def test_body(kvgate_profile): pass")
+    options = [f"--kvgate-trace={tmp_path / folder}" for folder in "xyz"]
+    result = pytester.runpytest("-v", *options)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["*test_body?a? *", "*test_body?a-3? *", "*test_body?a-2? *"])

@@ -254,3 +254,23 @@ def test_help_lists_every_option(pytester: pytest.Pytester) -> None:
     for option in OPTIONS:
         assert f"{option.flag}=" in text
         assert f"{option.ini} (" in text
+
+
+def test_the_same_trace_by_another_path_is_a_usage_error(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE)
+    (pytester.path / "link").symlink_to(gqa_trace)
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}", "--kvgate-trace=link")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--kvgate-trace *link is given twice."])
+
+
+def test_numbers_and_lists_of_a_toml_file_are_understood(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyprojecttoml(
+        "[tool.pytest.ini_options]\nkvgate_budgets = [0.2, 0.3]\nkvgate_page_size = 16\n"
+    )
+    settings = settings_of(pytester, f"--kvgate-trace={gqa_trace}")
+    assert (settings["budgets"], settings["page_size"]) == ([0.1, 0.2, 0.3], 16)

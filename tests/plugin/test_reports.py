@@ -162,7 +162,7 @@ def test_a_report_replaces_a_report_and_nothing_else(
     assert (pytester.path / "notes.json").read_text("utf-8") == '{"mine": 1}'
 
 
-@pytest.mark.parametrize("path", ["missing/out.json", "."])
+@pytest.mark.parametrize("path", ["missing/out.json", ".", "x" * 300])
 def test_a_report_that_cannot_be_written_is_a_usage_error(
     pytester: pytest.Pytester, gqa_trace: Path, path: str
 ) -> None:
@@ -278,3 +278,31 @@ def test_quiet_runs_still_list_the_gates(pytester: pytest.Pytester, gqa_trace: P
     pytester.makepyfile(GATE)
     result = pytester.runpytest("-q", f"--kvgate-trace={gqa_trace}")
     result.stdout.fnmatch_lines(["NO-GO  *test_no_go", "GO     *test_go"])
+
+
+def test_gates_that_the_run_did_not_reach_are_listed(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATE)
+    report = report_of(pytester, "-x", f"--kvgate-trace={gqa_trace}")
+    assert [gate["verdict"] for gate in report["gates"]] == ["NO-GO", "NOT EVALUATED"]
+    assert report["gates"][1]["reason"] == "the run ended before its test"
+
+
+def test_a_failing_assert_on_the_profile_stays_readable(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(
+        "def test_body(kvgate_profile): assert kvgate_profile.coverage('oracle', 0.1) > 0.9"
+    )
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}", "--kvgate-recent=0.05")
+    result.stdout.fnmatch_lines(["*<Profile of synthetic · gqa-f16: 16 units, 32-token pages>*"])
+    assert "array(" not in result.stdout.str()
+
+
+def test_a_report_through_a_link_keeps_the_link(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile(GATE)
+    (pytester.path / "out.json").symlink_to("elsewhere.json")
+    report_of(pytester, f"--kvgate-trace={gqa_trace}")
+    assert (pytester.path / "out.json").is_symlink()
+    assert (pytester.path / "elsewhere.json").is_file()

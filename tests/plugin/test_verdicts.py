@@ -140,7 +140,9 @@ def test_the_body_runs_too_and_can_fail_a_gate_that_holds(
     pytester.makepyfile(gate(0.1, 0.17, body="assert 1 == 2"))
     result = run(pytester, gqa_trace)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E  *assert 1 == 2", "GO  *test_gate"])
+    result.stdout.fnmatch_lines(
+        ["E  *assert 1 == 2", "GO  *test_gate", "*the gate holds, but its test failed"]
+    )
 
 
 def test_a_missed_gate_shows_beside_a_failing_body(
@@ -170,7 +172,14 @@ def test_a_strict_xfail_keeps_a_no_go_and_notices_when_it_turns(
     pytester.makepyfile(source.replace("0.95", "0.15"))
     result = run(pytester, gqa_trace)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*XPASS(strict)*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*XPASS(strict)*",
+            "kvgate: every gate of this test is GO now, so the decision that the xfail records no*",
+            "GO  *test_gate",
+            "*the gate holds, but its test failed",
+        ]
+    )
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.001], ids=["failed verification", "below one page"])
@@ -226,10 +235,13 @@ def test_a_profile_from_a_failed_capture_is_not_handed_out(
 ) -> None:
     layer = random_layer(n_token=640)
     trace = make_trace(tmp_path / "trace", [layer], n_visible=[640], verification=FAILED)
-    pytester.makepyfile("def test_body(kvgate_profile): pass")
+    pytester.makepyfile(gate(1, 0.01).replace("test_gate()", "test_gate(kvgate_profile)"))
     result = run(pytester, trace)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*failed its verification: recomputed*"])
+    result.stdout.fnmatch_lines(
+        ["kvgate: *failed its verification: recomputed*", "INVALID  *test_gate", "*failed its*"]
+    )
+    assert "another exception" not in result.stdout.str()
 
 
 def test_an_unverified_trace_is_called_so_beside_its_verdict(
@@ -272,3 +284,102 @@ def test_a_trace_of_windowed_layers_only_gives_no_verdict(
     result = run(pytester, trace)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*every layer with a KV cache has a sliding window*"])
+
+
+def test_margins_are_cut_downwards_as_the_numbers_beside_them(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(gate(0.1, 0.18582))
+    run(pytester, gqa_trace).stdout.fnmatch_lines(["*oracle * 0.1858 * 0.1858 * -0.0001 *missed"])
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [
+        "raise unittest.SkipTest('x')",
+        "import pytest; pytest.importorskip('no_such_module_here')",
+    ],
+)
+def test_no_kind_of_skip_takes_a_missed_gate_along(
+    pytester: pytest.Pytester, gqa_trace: Path, skip: str
+) -> None:
+    pytester.makepyfile("import unittest\n" + gate(0.1, 0.95, body=skip))
+    result = run(pytester, gqa_trace)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kvgate NO-GO*"])
+
+
+@pytest.mark.parametrize("where", ["setUp", "test_gate"])
+def test_a_unittest_skip_does_not_take_a_missed_gate_along(
+    pytester: pytest.Pytester, gqa_trace: Path, where: str
+) -> None:
+    methods = {"setUp": "pass", "test_gate": "pass", where: "self.skipTest('x')"}
+    pytester.makepyfile(
+        f"""
+        import unittest
+        from pytest_kvgate import kvgate
+
+        class TestPaging(unittest.TestCase):
+            def setUp(self):
+                {methods["setUp"]}
+
+            @kvgate(budget=0.1, min_coverage=0.95)
+            def test_gate(self):
+                {methods["test_gate"]}
+        """
+    )
+    result = run(pytester, gqa_trace)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kvgate NO-GO*"])
+
+
+def test_an_xfail_does_not_excuse_a_setup_that_breaks(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_kvgate import kvgate
+
+        @pytest.fixture
+        def broken():
+            raise RuntimeError("no such luck")
+
+        @pytest.mark.xfail(strict=True)
+        @kvgate(budget=0.1, min_coverage=0.95)
+        def test_gate(broken):
+            pass
+        """
+    )
+    result = run(pytester, gqa_trace)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*no such luck*", "NOT EVALUATED  *test_gate"])
+
+
+def test_a_gate_added_while_the_test_runs_fails_it(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.fixture
+        def late(request):
+            request.applymarker(pytest.mark.kvgate(budget=0.1, min_coverage=0.95))
+
+        def test_gate(late):
+            pass
+        """
+    )
+    result = run(pytester, gqa_trace, "--kvgate-report=json:out.json")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kvgate: a gate was added to this test while it ran*"])
+
+
+def test_a_budget_that_buys_every_eligible_page_is_said_to_select_nothing(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(gate(0.1, 1))
+    result = run(pytester, gqa_trace, "--kvgate-sinks=576")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["GO  *", "*the budget buys every eligible page, so nothing was*"])

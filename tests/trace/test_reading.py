@@ -275,8 +275,8 @@ def test_a_value_of_the_wrong_kind(directory: Path, field: str, value: object) -
     assert found.startswith(f"{directory / 'trace.json'}: field {field!r} is {value!r}; accepted: ")
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_number_that_is_not_finite(directory: Path, number: str) -> None:
+@pytest.mark.parametrize("number", ["1e999", "1e300", "1e-44", "-3.0", "0.0"])
+def test_a_number_that_float32_does_not_hold(directory: Path, number: str) -> None:
     path = directory / "trace.json"
     text = path.read_text("utf-8").replace('"softcap": 3.0', f'"softcap": {number}')
     path.write_text(text, encoding="utf-8")
@@ -284,7 +284,22 @@ def test_a_number_that_is_not_finite(directory: Path, number: str) -> None:
     found = message(directory)
 
     assert "field 'layers[1].softcap' is " in found
-    assert found.endswith("accepted: a finite positive number.")
+    assert found.endswith("accepted: a number from 1e-30 to 1e+30.")
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "9" * 5000, "[" * 200_000])
+def test_what_is_no_json_value_is_refused_anywhere(directory: Path, text: str) -> None:
+    path = directory / "trace.json"
+    whole = path.read_text("utf-8").replace('"workload": {', f'"workload": {{"x": {text}, ')
+    path.write_text(whole, encoding="utf-8")
+
+    assert message(directory).startswith(f"{path}: is not valid JSON (")
+
+
+def test_an_alibi_slope_that_would_overflow(directory: Path) -> None:
+    edit(directory, put("layers[1].alibi_slopes", [0.5, 1e38, 0.2, 0.1]))
+
+    assert message(directory).endswith("is 1e+38; accepted: a number in size up to 1e+30.")
 
 
 def test_a_whole_number_too_large_for_a_float(directory: Path) -> None:
