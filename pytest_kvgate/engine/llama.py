@@ -7,9 +7,8 @@ import importlib.util
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from pytest_kvgate.engine.attention import AttentionHook
 from pytest_kvgate.engine.errors import EngineError, EngineMissingError
 from pytest_kvgate.engine.ggml import load_ggml
+from pytest_kvgate.engine.worker import Worker
 
 #: Logits of one prefill batch (context × batch × heads, float32) are kept below this many bytes.
 PREFILL_BYTES = 256 * 2**20
@@ -78,8 +78,8 @@ class Engine:
         self.hook = AttentionHook(self._ggml)
         self._callback = self._llama.ggml_backend_sched_eval_callback(self.hook)
         self._cancelled = False
+        self._worker: Worker | None = None
         self._abort = self._llama.ggml_abort_callback(lambda _user_data: self._cancelled)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvgate-decode")
         with self._log:
             params = self._llama.llama_model_default_params()
             params.n_gpu_layers = settings.n_gpu_layers
@@ -104,7 +104,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the context and the model."""
-        self._worker.shutdown()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
         with self._log:
             if self._context:
                 self._llama.llama_free(self._context)
@@ -197,12 +199,15 @@ class Engine:
     def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append tokens to the sequence; return the logits ``[n_vocab]`` after the last one."""
         llama = self._llama
+        self._cancelled = False
+        if self._worker is None:
+            self._worker = Worker(self._cancel)
         for start in range(0, len(tokens), LARGEST_BATCH):
             part = tokens[start : start + LARGEST_BATCH]
             array = (llama.llama_token * len(part))(*part)  # the batch points into it
             batch = llama.llama_batch_get_one(array, len(part))
             with self._log:
-                status = self._decode(batch)
+                status = self._worker.run(partial(self._llama.llama_decode, self._context, batch))
             self.hook.raise_pending()
             if status:
                 raise EngineError(
@@ -212,21 +217,8 @@ class Engine:
         logits = llama.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(logits, shape=(n_vocab,)).copy()
 
-    def _decode(self, batch: Any) -> int:  # noqa: ANN401 - a ctypes structure
-        """Run one batch in the worker thread, so that Ctrl-C cannot strike inside a callback.
-
-        Python raises it in the main thread only; there it would vanish into the C library.
-        """
-        self._cancelled = False
-        running = self._worker.submit(self._llama.llama_decode, self._context, batch)
-        try:
-            return int(running.result())
-        except BaseException:
-            self._cancelled = True
-            while not running.done():  # the library still uses the context
-                with suppress(KeyboardInterrupt):
-                    wait([running])
-            raise
+    def _cancel(self) -> None:
+        self._cancelled = True  # seen by the abort callback between two graph nodes
 
     def _batch_size(self, n_context: int) -> int:
         """Return the largest power of two whose attention logits stay within `PREFILL_BYTES`."""

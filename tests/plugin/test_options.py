@@ -272,5 +272,11 @@ def test_numbers_and_lists_of_a_toml_file_are_understood(
     pytester.makepyprojecttoml(
         "[tool.pytest.ini_options]\nkvgate_budgets = [0.2, 0.3]\nkvgate_page_size = 16\n"
     )
-    settings = settings_of(pytester, f"--kvgate-trace={gqa_trace}")
+    pytester.makepyfile(GATE)
+    # pytest itself warns that a later version will ask for text here
+    result = pytester.runpytest_subprocess(
+        f"--kvgate-trace={gqa_trace}", "--kvgate-report=json:out.json"
+    )
+    result.assert_outcomes(passed=1, warnings=0)
+    settings = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))["settings"]
     assert (settings["budgets"], settings["page_size"]) == ([0.1, 0.2, 0.3], 16)
