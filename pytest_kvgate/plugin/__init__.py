@@ -206,7 +206,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     judged = {row["id"] for row in state.rows}
     for item in getattr(session, "items", ()):  # an xdist controller has none of its own
-        if not judged.intersection(gate_id for gate_id, _ in item.stash.get(GATES, ())):
+        if judged.isdisjoint(gate_id for gate_id, _ in item.stash.get(GATES, ())):
             state.rows += unanswered_rows(item, "NOT EVALUATED", "the run ended before its test")
     if not finished:
         return

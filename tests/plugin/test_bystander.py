@@ -7,19 +7,42 @@ import pytest
 HEAVY = ("numpy", "tabulate", "llama_cpp", "gguf", "pytest_kvgate.analysis")
 
 
-def test_a_run_without_gates_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
+def test_a_run_without_gates_imports_nothing_heavy_to_its_very_end(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
         f"""
-        import sys
+        import atexit, sys
 
-        def test_nothing_heavy():
-            assert "pytest_kvgate.plugin" in sys.modules
-            assert [name for name in {HEAVY!r} if name in sys.modules] == []
+        def tell():
+            print("plugin loaded:", "pytest_kvgate.plugin" in sys.modules)
+            print("heavy:", [name for name in {HEAVY!r} if name in sys.modules])
+
+        atexit.register(tell)
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_passes(): pass
+
+        @pytest.mark.skip
+        def test_skipped(): pass
+
+        @pytest.mark.xfail
+        def test_xfails(): assert False
+
+        @pytest.fixture
+        def broken(): raise RuntimeError
+
+        def test_errs(broken): pass
         """
     )
     # hypothesis, installed for these tests, loads numpy where it finds it
     result = pytester.runpytest_subprocess("-Werror", "-p", "no:hypothesispytest")
-    result.assert_outcomes(passed=1)
+    result.assert_outcomes(passed=1, skipped=1, xfailed=1, errors=1)
+    result.stdout.fnmatch_lines(["plugin loaded: True", "heavy: ??"])
     assert "kvgate:" not in result.stdout.str()
     assert "= kvgate =" not in result.stdout.str()
 
