@@ -125,8 +125,9 @@ def _profile(parsed: argparse.Namespace) -> int:
             for source in subject.sources
             if source.trace is not None
         ]
-        documents.append(profile_document(subject.label, pool(alone), alone, ()))
-        believed = believed and distrust_reason(pool(alone)) is None
+        pooled = pool(alone)
+        documents.append(profile_document(subject.label, pooled, alone, ()))
+        believed = believed and distrust_reason(pooled) is None
     for line in summary_lines(documents, [], []):
         print(line)
     settings = documents[0]["settings"]

@@ -175,7 +175,12 @@ class Evidence:
         assert source.prompt is not None
         from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
 
-        key = hashlib.sha256(f"{source.model}\0{source.prompt}".encode()).hexdigest()[:16]
+        prompt = read_prompt(source.prompt)
+        if source.workload is not None:
+            prompt = replace(prompt, name=source.workload)
+        # by content: each worker may have been handed a copy of the prompt of its own
+        parts = (str(source.model.resolve()), prompt.name, prompt.text)
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         outcome = self.folder / f"{key}.json"
         with FileLock(self.folder / f"{key}.lock"):
             if outcome.exists():
@@ -185,9 +190,6 @@ class Evidence:
                 return load_trace(known["directory"])
             self.announce(f"capturing {source.label}")
             try:
-                prompt = read_prompt(source.prompt)
-                if source.workload is not None:
-                    prompt = replace(prompt, name=source.workload)
                 trace = capture(
                     source.model,
                     prompt,

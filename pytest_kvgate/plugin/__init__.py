@@ -134,6 +134,9 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Judge the test's gates, run its body, and fail it if a gate was missed."""
+    for key in (BROKEN, FAILURE):  # of an earlier attempt, where failed tests are run again
+        if key in item.stash:
+            del item.stash[key]
     try:
         results = list(judge(item))
     except Exception as error:

@@ -70,3 +70,23 @@ def test_the_controller_notices_that_no_gate_was_run(
     pytester.makepyfile("def test_other(): pass")
     result = pytester.runpytest_subprocess("-n2", f"--kvgate-trace={gqa_trace}")
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_workers_with_copies_of_one_prompt_share_one_capture(
+    pytester: pytest.Pytester, tiny_llama: Path, prompt: Path
+) -> None:
+    pytester.makeconftest(
+        COUNT
+        + f"""
+import shutil, tempfile
+
+def pytest_configure(config):
+    folder = tempfile.mkdtemp(dir={str(pytester.mkdir("prompts"))!r})
+    config.addinivalue_line("kvgate_model", {str(tiny_llama)!r})
+    config.addinivalue_line("kvgate_prompt", shutil.copy({str(prompt)!r}, folder))
+"""
+    )
+    pytester.makepyfile(GATES)
+    result = pytester.runpytest_subprocess("-n2", "--kvgate-steps=0:9:4")
+    result.assert_outcomes(passed=6, failed=1)
+    assert (pytester.path / "captures.log").read_text("utf-8").count("capture") == 1
