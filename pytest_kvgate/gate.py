@@ -206,10 +206,8 @@ def distrust_reason(profile: Profile) -> str | None:
         verification = trace.verification
         if verification is None:
             continue
-        # a trace may bring a wider tolerance along; for the softmax there is only one
-        tolerance = verification.tolerance
-        if verification.reference == SOFTMAX_REFERENCE:
-            tolerance = min(tolerance, SOFTMAX_TOLERANCE)
+        # a trace may bring a wider tolerance along, but buys nothing with it
+        tolerance = min(verification.tolerance, SOFTMAX_TOLERANCE)
         if verification.status == "failed" or verification.max_abs_error > tolerance:
             return (
                 f"the capture of {trace.label} failed its verification: recomputed "

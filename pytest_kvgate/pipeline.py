@@ -123,7 +123,7 @@ class Evidence:
     _profiles: dict[tuple[Source, int], Profile | Exception] = field(default_factory=dict)
 
     def trace(self, source: Source) -> Trace:
-        """Return a verified trace.
+        """Return a captured or loaded trace; its verification says whether to believe it.
 
         Raises:
             EvidenceError: it could not be captured or loaded, now or before.

@@ -17,9 +17,11 @@ from pytest_kvgate.plugin.items import (
     FAILURE,
     GATES,
     ROWS,
+    RUNNING,
     broken_evidence,
     comment_on_outcome,
     declared_gates,
+    fail_unexcused,
     failure_text,
     gates_added_late,
     insist,
@@ -149,24 +151,28 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if broken:
         item.stash[BROKEN] = broken[0]
     outcome = None
+    item.stash[RUNNING] = True
     try:
         outcome = yield
     except (KeyboardInterrupt, SystemExit, pytest.exit.Exception):
         raise
     except BaseException as error:
         # a body that skips does not take a missed gate along, nor an expected failure a broken one
-        if not failures:
+        late = gates_added_late(item)
+        if not failures and not late:
             raise
-        if not broken and not isinstance(error, pytest.skip.Exception):
+        if not broken and not late and not isinstance(error, pytest.skip.Exception):
             item.add_report_section("call", "kvgate", item.stash[FAILURE])
             raise
+    finally:
+        del item.stash[RUNNING]
     if failures:
         pytest.fail(item.stash[FAILURE], pytrace=False)
     if gates_added_late(item):
-        pytest.fail(
-            "kvgate: a gate was added to this test while it ran, which is too late to measure what "
-            "it needs. Declare it with the decorator, or in pytest_collection_modifyitems.",
-            pytrace=False,
+        fail_unexcused(
+            item,
+            "kvgate: a gate was added to this test too late to measure what it needs. Declare it "
+            "with the decorator, or in pytest_collection_modifyitems without trylast.",
         )
     return outcome
 
@@ -177,6 +183,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let the report carry the verdicts; an xfail excuses a missed gate, not a broken one."""
     report = yield
+    if RUNNING in item.stash:  # one part of a test, as subtests report it
+        return report
     if call.when != "teardown":
         insist(item, call, report)
     rows = item.stash.get(ROWS, [])
@@ -197,6 +205,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         state.documents.update(state.session.documents)
     if hasattr(config, "workeroutput"):
         config.workeroutput["kvgate_documents"] = state.documents
+        config.workeroutput["kvgate_used"] = state.used
         return
     if state.usage_error is not None:
         raise pytest.UsageError(state.usage_error)
@@ -217,7 +226,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if state.involved or state.rows or given_on_command_line(config, "report"):
         write_reports(config)
     judged_any = any(row["verdict"] != "NOT EVALUATED" for row in state.rows)
-    if asked and not (judged_any or state.documents or state.problems):
+    reported = bool(given_on_command_line(config, "report")) and bool(state.documents)
+    if asked and not (judged_any or state.used or reported or state.problems):
         state.problems.append(f"{asked[0]} was given, but no gate was run: NOTHING WAS EVALUATED.")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
@@ -247,15 +257,16 @@ def kvgate_profile(
     """Pooled profile of the model under test, at the page size of the test's gates."""
     gates = [gate for _, gate in request.node.stash.get(GATES, ())]
     session = require_session(request.config)
+    state_of(request.config).used |= not gates
     sizes = {gate.page_size or session.page_size for gate in gates}
     if len(sizes) > 1:
-        pytest.fail(
+        fail_unexcused(
+            request.node,
             f"kvgate_profile is ambiguous: the gates of this test use pages of "
             f"{' and '.join(map(str, sorted(sizes)))} tokens. Split the test, one page size each.",
-            pytrace=False,
         )
     page_size = sizes.pop() if sizes else session.page_size
-    subject = session.subjects[_chosen(_kvgate_choice, len(session.subjects))[0]]
+    subject = session.subjects[_chosen(request.node, _kvgate_choice, len(session.subjects))[0]]
     with broken_evidence(request.node):
         session.describe(subject, page_size)
         return session.trusted_profile(subject, page_size)
@@ -267,8 +278,9 @@ def kvgate_trace(
 ) -> Trace:
     """One captured or saved trace; with several, the test runs once for each."""
     session = require_session(request.config)
+    state_of(request.config).used |= not request.node.stash.get(GATES, ())
     n_source = sum(len(subject.sources) for subject in session.subjects)
-    subject, position = _chosen(_kvgate_choice, n_source)
+    subject, position = _chosen(request.node, _kvgate_choice, n_source)
     with broken_evidence(request.node):
         return session.evidence.trace(session.subjects[subject].sources[position or 0])
 
@@ -280,13 +292,15 @@ def _kvgate_choice(request: pytest.FixtureRequest) -> tuple[int, int | None] | N
     return choice
 
 
-def _chosen(choice: tuple[int, int | None] | None, n_choice: int) -> tuple[int, int | None]:
+def _chosen(
+    item: pytest.Item, choice: tuple[int, int | None] | None, n_choice: int
+) -> tuple[int, int | None]:
     """Return the choice, or the only one there is."""
     if choice is None and n_choice > 1:
-        pytest.fail(
+        fail_unexcused(
+            item,
             f"kvgate has {n_choice} models or traces, and this test cannot run once for each: it "
             "asks for the fixture while it runs. Name kvgate_profile or kvgate_trace among its "
             "arguments.",
-            pytrace=False,
         )
     return choice or (0, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -17,6 +17,8 @@ GATES = pytest.StashKey["tuple[tuple[str, Gate], ...]"]()
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
 #: Why a test's gates could not be judged; unlike a missed gate, an xfail does not excuse it.
 BROKEN = pytest.StashKey[str]()
+#: Set while a test's body runs.
+RUNNING = pytest.StashKey[bool]()
 #: The text of the gates that did not hold.
 FAILURE = pytest.StashKey[str]()
 
@@ -89,14 +91,23 @@ def insist(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestRe
     if BROKEN in item.stash or setup_broke or (skipped and FAILURE in item.stash):
         if xfailed:
             del report.wasxfail
-        if report.skipped:
-            report.outcome = "failed"
-            report.longrepr = item.stash.get(FAILURE, str(call.excinfo.value))
+            report.sections.append(
+                ("kvgate", "The xfail of this test excuses a missed gate and nothing else.")
+            )
+        if isinstance(report.longrepr, tuple):  # the reason of a skip
+            report.longrepr = item.stash.get(FAILURE, item.stash.get(BROKEN, ""))
+        report.outcome = "failed"
 
 
 def _is_skip_or_xfail(call: pytest.CallInfo[None]) -> bool:
     asked = (pytest.skip.Exception, pytest.xfail.Exception)
     return call.excinfo is not None and isinstance(call.excinfo.value, asked)
+
+
+def fail_unexcused(item: pytest.Item, text: str) -> NoReturn:
+    """Fail the running test without traceback, in a way that no xfail and no skip excuses."""
+    item.stash[BROKEN] = text
+    pytest.fail(text, pytrace=False)
 
 
 def unanswered_rows(item: pytest.Item, verdict: Verdict, reason: str) -> list[dict[str, Any]]:
@@ -115,6 +126,8 @@ def rows_of_failed_setup(item: pytest.Item, report: pytest.TestReport) -> list[d
     broken = item.stash.get(BROKEN, None)
     if broken is not None:
         return unanswered_rows(item, "INVALID", broken)
+    if hasattr(report, "wasxfail"):
+        return unanswered_rows(item, "NOT EVALUATED", f"its xfail kept it: {report.wasxfail}")
     longrepr = report.longrepr
     reason = longrepr[2] if isinstance(longrepr, tuple) else "the setup of its test failed"
     return unanswered_rows(item, "NOT EVALUATED", reason.removeprefix("Skipped: "))
@@ -122,7 +135,7 @@ def rows_of_failed_setup(item: pytest.Item, report: pytest.TestReport) -> list[d
 
 def comment_on_outcome(report: pytest.TestReport, rows: list[dict[str, Any]]) -> None:
     """Say what a failed test means whose gates all hold."""
-    if not report.failed or any(row["verdict"] != "GO" for row in rows):
+    if not rows or not report.failed or any(row["verdict"] != "GO" for row in rows):
         return
     for row in rows:
         row["notes"].append("the gate holds, but its test failed")

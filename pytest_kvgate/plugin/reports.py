@@ -33,6 +33,7 @@ class VerdictCollector:
         """Keep what an xdist worker measured."""
         output = getattr(node, "workeroutput", {})
         self._state.documents.update(output.get("kvgate_documents", {}))
+        self._state.used |= output.get("kvgate_used", False)
         self._state.usage_error = output.get("kvgate_usage_error", self._state.usage_error)
 
 
@@ -54,6 +55,11 @@ def write_reports(config: pytest.Config) -> None:
             except EvidenceError as error:
                 state.problems.append(str(error))
         state.documents = session.documents
+    state.problems += [
+        f"No number of {document['subject']} is reported: a trace failed its verification."
+        for document in state.documents.values()
+        if not document["coverage"]
+    ]
     document = report_document(settings.as_reported(), state.documents.values(), state.rows)
     for target in settings.reports:
         try:

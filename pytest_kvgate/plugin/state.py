@@ -25,7 +25,11 @@ NO_EVIDENCE = (
 
 @dataclass
 class State:
-    """What this process knows: settings and evidence on demand, verdicts as they come."""
+    """What this process knows: settings and evidence on demand, verdicts as they come.
+
+    ``involved``: a test with a gate or a kvgate fixture was collected. ``used``: a test without a
+    gate got a fixture, and so made its own judgement.
+    """
 
     settings: Settings | None = None
     subjects: tuple[Subject, ...] | None = None
@@ -33,6 +37,7 @@ class State:
     folder: Path | None = None
     owns_folder: bool = False
     involved: bool = False
+    used: bool = False
     usage_error: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)

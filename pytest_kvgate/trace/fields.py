@@ -34,10 +34,10 @@ class Fields:
         return self.values[key]
 
     def text(self, key: str) -> str:
-        """Return a non-empty string."""
+        """Return a non-empty string that can be printed as it is."""
         value = self.value(key)
-        if not isinstance(value, str) or not value:
-            raise self.error(key, repr(value), "a non-empty string")
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            raise self.error(key, repr(value), "a non-empty string of printable characters")
         return value
 
     def integer(self, key: str, *, minimum: int, maximum: int | None = None) -> int:

@@ -58,3 +58,10 @@ def test_the_version_can_be_asked_for_without_anything_heavy(pytester: pytest.Py
     result = pytester.runpython(script)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["[[]]"])
+
+
+def test_an_xpass_without_gates_is_pytests_own_business(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True)\ndef test_x(): pass")
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1)
+    assert "kvgate:" not in result.stdout.str()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.traces import FAILED, make_trace, random_layer
+
 GATE = """
 from pytest_kvgate import kvgate
 
@@ -139,3 +141,44 @@ def test_a_folder_for_traces_that_cannot_be_made_fails_with_a_sentence(
         result.stdout.str().split()
     )
     assert "Traceback" not in result.stdout.str()
+
+
+def test_a_gate_that_is_skipped_after_its_profile_was_made_was_not_judged(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_kvgate import kvgate
+
+        @pytest.fixture
+        def late(kvgate_profile):
+            pytest.skip("later")
+
+        @kvgate(budget=0.25, min_coverage=0.95)
+        def test_gate(late):
+            pass
+        """
+    )
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+@pytest.mark.parametrize("fixture", ["kvgate_profile", "kvgate_trace"])
+def test_a_test_that_judges_by_itself_is_a_judgement(
+    pytester: pytest.Pytester, gqa_trace: Path, fixture: str
+) -> None:
+    pytester.makepyfile(f"def test_body({fixture}): pass")
+    assert pytester.runpytest(f"--kvgate-trace={gqa_trace}").ret == pytest.ExitCode.OK
+
+
+def test_a_report_without_numbers_is_not_a_success(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    layer = random_layer(n_token=640)
+    trace = make_trace(tmp_path / "trace", [layer], [640], verification=FAILED)
+    pytester.makepyfile("def test_other(): pass")
+    result = pytester.runpytest(f"--kvgate-trace={trace}", "--kvgate-report=json:out.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["No number of tiny is reported: a trace failed its verification."])

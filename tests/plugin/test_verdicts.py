@@ -373,7 +373,7 @@ def test_a_gate_added_while_the_test_runs_fails_it(
     )
     result = run(pytester, gqa_trace, "--kvgate-report=json:out.json")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["kvgate: a gate was added to this test while it ran*"])
+    result.stdout.fnmatch_lines(["kvgate: a gate was added to this test too late*"])
 
 
 def test_a_budget_that_buys_every_eligible_page_is_said_to_select_nothing(
@@ -383,3 +383,77 @@ def test_a_budget_that_buys_every_eligible_page_is_said_to_select_nothing(
     result = run(pytester, gqa_trace, "--kvgate-sinks=576")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["GO  *", "*the budget buys every eligible page, so nothing was*"])
+
+
+def test_subtests_are_left_to_themselves(pytester: pytest.Pytester, gqa_trace: Path) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_kvgate import kvgate
+
+        @pytest.mark.xfail(strict=True)
+        @kvgate(budget=0.1, min_coverage=0.95)
+        def test_recorded(subtests):
+            with subtests.test("a"):
+                pytest.skip("later")
+        """
+    )
+    result = run(pytester, gqa_trace)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["NO-GO  *test_recorded"])
+    assert "every gate of this test is GO" not in result.stdout.str()
+
+
+@pytest.mark.parametrize("body", ["pass", "import pytest; pytest.skip('later')"])
+def test_neither_xfail_nor_skip_excuses_a_gate_added_late(
+    pytester: pytest.Pytester, gqa_trace: Path, body: str
+) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                item.add_marker(pytest.mark.kvgate(budget=0.1, min_coverage=0.95))
+        """
+    )
+    marks = "@pytest.mark.xfail(strict=True)\n@kvgate"
+    source = gate(0.1, 0.1, body=body).replace("@kvgate", marks)
+    pytester.makepyfile("import pytest\n" + source)
+    result = run(pytester, gqa_trace)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["kvgate: a gate was added to this test too late*"])
+
+
+def test_a_setup_that_breaks_under_an_xfail_keeps_its_traceback(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_kvgate import kvgate
+
+        @pytest.fixture
+        def broken():
+            raise RuntimeError
+
+        @pytest.mark.xfail
+        @kvgate(budget=0.1, min_coverage=0.1)
+        def test_gate(broken):
+            pass
+        """
+    )
+    result = run(pytester, gqa_trace)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*raise RuntimeError", "*The xfail of this test excuses a*"])
+
+
+def test_no_reference_has_a_tolerance_of_its_own(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    other = {**PASSED, "reference": "Softmax", "max_abs_error": 0.5, "tolerance": 1e9}
+    layer = random_layer(n_token=640)
+    trace = make_trace(tmp_path / "trace", [layer], n_visible=[640], verification=other)
+    pytester.makepyfile(gate(1, 0.01))
+    result = run(pytester, trace)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["kvgate INVALID*"])

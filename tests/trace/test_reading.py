@@ -556,3 +556,9 @@ def test_an_error_as_large_as_the_tolerance_passes(directory: Path) -> None:
 
     assert trace.verification is not None
     assert trace.verification.status == "passed"
+
+
+def test_a_name_that_would_not_print_as_it_is(directory: Path) -> None:
+    edit(directory, put("model.name", "a\x1b[31m\nGO  x"))
+
+    assert "accepted: a non-empty string of printable characters." in message(directory)
