@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def capture(
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
     ):
         tokens = _fitting_tokens(engine, model, prompt, settings)
-        digest = background.submit(_sha256, model)
+        state = model.stat()
+        digest = background.submit(_sha256, model, state.st_size, state.st_mtime_ns)
         with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
             collector = Collector(writer, Path(scratch), len(settings.steps))
             _decode(engine, prompt, tokens, settings.steps, collector)
@@ -159,6 +161,7 @@ def _provenance(
     }
 
 
-def _sha256(path: Path) -> str:
+@lru_cache(maxsize=8)  # every prompt of a model asks again; the size and time say if it changed
+def _sha256(path: Path, _size: int, _modified_ns: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -87,7 +87,8 @@ def insist(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestRe
         return
     xfailed = hasattr(report, "wasxfail")
     skipped = report.skipped and not xfailed
-    setup_broke = call.when == "setup" and xfailed and not _is_skip_or_xfail(call)
+    asked_for = isinstance(call.excinfo.value, (pytest.skip.Exception, pytest.xfail.Exception))
+    setup_broke = call.when == "setup" and xfailed and not asked_for
     if BROKEN in item.stash or setup_broke or (skipped and FAILURE in item.stash):
         if xfailed:
             del report.wasxfail
@@ -97,11 +98,6 @@ def insist(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestRe
         if isinstance(report.longrepr, tuple):  # the reason of a skip
             report.longrepr = item.stash.get(FAILURE, item.stash.get(BROKEN, ""))
         report.outcome = "failed"
-
-
-def _is_skip_or_xfail(call: pytest.CallInfo[None]) -> bool:
-    asked = (pytest.skip.Exception, pytest.xfail.Exception)
-    return call.excinfo is not None and isinstance(call.excinfo.value, asked)
 
 
 def fail_unexcused(item: pytest.Item, text: str) -> NoReturn:
