@@ -18,6 +18,24 @@ pytest_plugins = ["pytester"]
 CASES = Path(__file__).parent / "cases"
 
 
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep from the inner runs what the machine or the outer run tells pytest."""
+    for name in (
+        "BUILD_NUMBER",
+        "CI",
+        "COLUMNS",
+        "FORCE_COLOR",
+        "NO_COLOR",
+        "PYTEST_ADDOPTS",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD",
+        "PYTEST_PLUGINS",
+        "PYTEST_THEME",
+        "PYTHONWARNINGS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama-architecture model of about 1 MB, three layers, 4 query and 2 KV heads."""

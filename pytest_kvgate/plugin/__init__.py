@@ -23,11 +23,13 @@ from pytest_kvgate.plugin.items import (
     declared_gates,
     fail_unexcused,
     failure_text,
+    failure_texts,
     gates_added_late,
     insist,
     is_involved,
     judge,
     rows_of_failed_setup,
+    shorten_summary,
     unanswered_rows,
 )
 from pytest_kvgate.plugin.reports import VerdictCollector, write_reports
@@ -136,9 +138,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Judge the test's gates, run its body, and fail it if a gate was missed."""
-    for key in (BROKEN, FAILURE):  # of an earlier attempt, where failed tests are run again
-        if key in item.stash:
-            del item.stash[key]
+    # what an earlier attempt left, where failed tests are run again
+    if BROKEN in item.stash:
+        del item.stash[BROKEN]
+    if FAILURE in item.stash:
+        del item.stash[FAILURE]
     try:
         results = list(judge(item))
     except Exception as error:
@@ -147,7 +151,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     failures = [result for result in results if result.verdict != "GO"]
     broken = [result.reason for result in failures if result.verdict == "INVALID"]
     if failures:
-        item.stash[FAILURE] = failure_text(failures)
+        item.stash[FAILURE] = failure_texts(failures)
     if broken:
         item.stash[BROKEN] = broken[0]
     outcome = None
@@ -162,12 +166,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         if not failures and not late:
             raise
         if not broken and not late and not isinstance(error, pytest.skip.Exception):
-            item.add_report_section("call", "kvgate", item.stash[FAILURE])
+            item.add_report_section("call", "kvgate", failure_text(item))
             raise
     finally:
         del item.stash[RUNNING]
     if failures:
-        pytest.fail(item.stash[FAILURE], pytrace=False)
+        pytest.fail(failure_text(item), pytrace=False)
     if gates_added_late(item):
         fail_unexcused(
             item,
@@ -187,6 +191,7 @@ def pytest_runtest_makereport(
         return report
     if call.when != "teardown":
         insist(item, call, report)
+        shorten_summary(item, call, report)
     rows = item.stash.get(ROWS, [])
     item.stash[ROWS] = []
     if call.when == "setup" and not report.passed:

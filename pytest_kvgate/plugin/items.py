@@ -19,8 +19,8 @@ ROWS = pytest.StashKey[list[dict[str, Any]]]()
 BROKEN = pytest.StashKey[str]()
 #: Set while a test's body runs.
 RUNNING = pytest.StashKey[bool]()
-#: The text of the gates that did not hold.
-FAILURE = pytest.StashKey[str]()
+#: The texts of the gates that did not hold, one each.
+FAILURE = pytest.StashKey[tuple[str, ...]]()
 
 
 def is_involved(node: pytest.Item, fixturenames: Iterable[str]) -> bool:
@@ -65,11 +65,36 @@ def judge(item: pytest.Item) -> Iterator[GateResult]:
             yield result
 
 
-def failure_text(failures: Iterable[GateResult]) -> str:
-    """Return the whole text of a test that failed for its gates."""
+def failure_texts(failures: Iterable[GateResult]) -> tuple[str, ...]:
+    """Return what to say of each gate that did not hold."""
     from pytest_kvgate.report.failure import gate_failure  # noqa: PLC0415
 
-    return "\n\n".join("\n".join(gate_failure(result)) for result in failures)
+    return tuple("\n".join(gate_failure(result)) for result in failures)
+
+
+def failure_text(item: pytest.Item) -> str:
+    """Return the whole text of a test that failed for its gates."""
+    texts = item.stash[FAILURE]
+    return "\n\n".join(texts)
+
+
+def shorten_summary(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
+    """Let a missed gate take one line of the short test summary.
+
+    Where the environment says CI, pytest prints the whole message there, tables and all, which
+    stand right above. The failure itself keeps its text.
+    """
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if call.excinfo is None or crash is None or FAILURE not in item.stash:
+        return
+    if str(call.excinfo.value) != failure_text(item):
+        return  # the body failed on its own account
+    first, *others = item.stash[FAILURE]
+    crash.message = first.partition("\n")[0]
+    if others:
+        crash.message += f" (and {len(others)} more)"
 
 
 def gates_added_late(item: pytest.Item) -> bool:
@@ -96,7 +121,8 @@ def insist(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestRe
                 ("kvgate", "The xfail of this test excuses a missed gate and nothing else.")
             )
         if isinstance(report.longrepr, tuple):  # the reason of a skip
-            report.longrepr = item.stash.get(FAILURE, item.stash.get(BROKEN, ""))
+            missed = FAILURE in item.stash
+            report.longrepr = failure_text(item) if missed else item.stash.get(BROKEN, "")
         report.outcome = "failed"
 
 

@@ -199,6 +199,42 @@ def test_the_summary_shows_the_tables_within_100_columns(
     assert max(map(len, summary.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("arguments", [[], ["-n2"]])
+def test_on_ci_a_missed_gate_takes_one_line_of_the_short_summary(
+    pytester: pytest.Pytester,
+    gqa_trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    monkeypatch.setenv("CI", "true")  # pytest prints whole messages then
+    pytester.makepyfile(
+        """
+        from pytest_kvgate import kvgate
+
+        @kvgate(budget=0.25, min_coverage=0.95)
+        @kvgate(budget=0.1, min_coverage=0.9, selector="landmark")
+        def test_two_gates(kvgate_profile):
+            pass
+
+        @kvgate(budget=0.25, min_coverage=0.95)
+        def test_own_failure(kvgate_profile):
+            assert not kvgate_profile, "its own"
+        """
+    )
+    result = pytester.runpytest(f"--kvgate-trace={gqa_trace}", *arguments)
+    output = result.stdout.str()
+    assert output.count("required    margin") == 3  # every failure still has its table
+    summary = output.split("= short test summary info =")[1].splitlines()
+    name = "test_on_ci_a_missed_gate_takes_one_line_of_the_short_summary"
+    gates = [line for line in summary if "::test_two_gates" in line]
+    assert [line.split(" - ", 1)[1] for line in gates] == [
+        "kvgate NO-GO: synthetic, budget 25%, pages of 32 tokens (and 1 more)"
+    ]
+    start = f"FAILED {name}.py::test_own_failure - AssertionError: its own"
+    assert any(line.startswith(start) for line in summary)
+    assert not any("NO-GO: the ceiling" in line for line in summary)
+
+
 def test_a_wide_table_is_split_and_not_cut(pytester: pytest.Pytester, gqa_trace: Path) -> None:
     pytester.makepyfile("def test_body(kvgate_profile): pass")
     budgets = ",".join(str(number / 100) for number in range(10, 30))
