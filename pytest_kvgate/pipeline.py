@@ -121,6 +121,7 @@ class Evidence:
     announce: Callable[[str], None] = lambda _message: None
     _traces: dict[Source, Trace | Exception] = field(default_factory=dict)
     _profiles: dict[tuple[Source, int], Profile | Exception] = field(default_factory=dict)
+    _pooled: dict[tuple[Subject, int], Profile] = field(default_factory=dict)
 
     def trace(self, source: Source) -> Trace:
         """Return a captured or loaded trace; its verification says whether to believe it.
@@ -142,7 +143,10 @@ class Evidence:
 
     def profile(self, subject: Subject, page_size: int) -> Profile:
         """Return the pooled profile of a subject; raises as `alone` does."""
-        return pool(self.alone(subject, page_size))
+        key = (subject, page_size)
+        if key not in self._pooled:
+            self._pooled[key] = pool(self.alone(subject, page_size))
+        return self._pooled[key]
 
     def _profile(self, source: Source, page_size: int) -> Profile:
         key = (source, page_size)

@@ -175,6 +175,12 @@ def _llama(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
         _gated_ffn(weights, block, shape)
 
 
+def _layer_norms(weights: Weights, block: str, shape: Shape) -> None:
+    for norm in ("attn_norm", "ffn_norm"):
+        weights.vector(f"{block}.{norm}.weight", shape.n_embd, 1.0)
+        weights.vector(f"{block}.{norm}.bias", shape.n_embd)
+
+
 def _stablelm(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
     """RoPE turns a quarter of the dims only; llama.cpp refuses that for the llama architecture."""
     _heads(writer, shape)
@@ -184,9 +190,7 @@ def _stablelm(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
     _embeddings(weights, shape)
     weights.vector("output_norm.bias", shape.n_embd)
     for block in _blocks():
-        for norm in ("attn_norm", "ffn_norm"):
-            weights.vector(f"{block}.{norm}.weight", shape.n_embd, 1.0)
-            weights.vector(f"{block}.{norm}.bias", shape.n_embd)
+        _layer_norms(weights, block, shape)
         _attention(weights, block, shape)
         _gated_ffn(weights, block, shape)
 
@@ -213,9 +217,7 @@ def _fused_without_rope(writer: gguf.GGUFWriter, weights: Weights, shape: Shape)
     _embeddings(weights, shape)
     weights.vector("output_norm.bias", shape.n_embd)
     for block in _blocks():
-        for norm in ("attn_norm", "ffn_norm"):
-            weights.vector(f"{block}.{norm}.weight", shape.n_embd, 1.0)
-            weights.vector(f"{block}.{norm}.bias", shape.n_embd)
+        _layer_norms(weights, block, shape)
         n_qkv = (shape.n_head + 2 * shape.n_head_kv) * HEAD_DIM
         weights.matrix(f"{block}.attn_qkv.weight", n_qkv, shape.n_embd, 1.4)
         weights.vector(f"{block}.attn_qkv.bias", n_qkv)

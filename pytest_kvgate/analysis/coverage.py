@@ -75,7 +75,7 @@ def layer_units(
         keys = head_keys(layer, kv_head, n_token)
         whole = keys[: n_page * grid.page_size]
         pages = PageKeys(whole.reshape(n_page, grid.page_size, layer.head_dim))
-        queries = layer.q[:, kv_head * group : (kv_head + 1) * group]
+        queries = layer.q[:, layer.query_heads(kv_head)]
         for block in step_blocks(len(steps), group, n_token):
             n_visible = [step.n_visible for step in steps[block]]
             block_queries = np.asarray(queries[block], dtype=np.float32)

@@ -50,7 +50,7 @@ def group_masses(
     """
     n_step, group, head_dim = queries.shape
     n_token = len(keys)
-    heads = slice(kv_head * group, (kv_head + 1) * group)
+    heads = layer.query_heads(kv_head)
     scaled = (queries * np.float32(layer.scale)).reshape(n_step * group, head_dim)
     with np.errstate(over="ignore", invalid="ignore"):
         logits = np.asarray(scaled @ keys.T, dtype=np.float32).reshape(n_step, group, n_token)

@@ -48,13 +48,12 @@ def _layer_error(
     trace: Trace, reference: Reference, position: int, queries: NDArray[np.float32]
 ) -> float:
     layer: Layer = trace.layers[position]
-    group = layer.group_size
     worst = 0.0
     for row, step in enumerate(reference.steps):
         n_visible = trace.steps[step].n_visible
         expected = np.load(reference.softmax[position][row], mmap_mode="r", allow_pickle=False)
         for kv_head in range(layer.n_head_kv):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
+            heads = layer.query_heads(kv_head)
             keys = head_keys(layer, kv_head, n_visible)
             try:
                 masses = group_masses(

@@ -78,7 +78,7 @@ def parse_recent(text: str) -> float:
 
 
 def parse_report(text: str) -> ReportTarget:
-    """Parse ``KIND:PATH``; an existing file is only replaced if it is such a report."""
+    """Parse ``KIND:PATH``; whether a report can be written there is `report_problem`'s to say."""
     kind, colon, path = text.partition(":")
     if kind not in REPORT_KINDS or not colon or not path:
         raise ValueError(f"needs KIND:PATH with KIND one of {', '.join(REPORT_KINDS)}")

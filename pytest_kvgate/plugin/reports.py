@@ -18,6 +18,8 @@ class VerdictCollector:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the verdicts that a test's report carries."""
         rows = getattr(report, "kvgate_rows", ())
+        if not rows:  # every phase of every bystander's test
+            return
         judged = {row["id"] for row in rows}
         # a test that is run again replaces its verdicts
         self._state.rows = [row for row in self._state.rows if row["id"] not in judged]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import Profile, UndefinedError
 from pytest_kvgate.gate import GateResult, distrust_reason
-from pytest_kvgate.trace import Trace, Verification
+from pytest_kvgate.trace import Trace
 
 SCHEMA = "kvgate-report/1"
 
@@ -172,7 +171,7 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
         "capture": dict(trace.capture),
         "n_context": trace.n_context,
         "n_steps": len(trace.steps),
-        "verification": None if verification is None else _verification(verification),
+        "verification": None if verification is None else verification.as_json(),
         "paged_layers": [layer.index for layer in trace.paged_layers],
         "windowed_layers": [
             {"layer": layer.index, "window": layer.window}
@@ -186,16 +185,6 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
             for item in _coverage_rows(profile)
         ]
     return row
-
-
-def _verification(verification: Verification) -> Document:
-    error = verification.max_abs_error
-    return {
-        "max_abs_error": error if math.isfinite(error) else None,
-        "tolerance": verification.tolerance,
-        "reference": verification.reference,
-        "status": verification.status,
-    }
 
 
 def _coverage_rows(profile: Profile) -> list[Document]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,11 @@ class Layer:
         """Query heads per KV head (the GQA group)."""
         return self.n_head // self.n_head_kv
 
+    def query_heads(self, kv_head: int) -> slice:
+        """The query heads that read a KV head: ``h // G == kv_head``."""
+        group = self.group_size
+        return slice(kv_head * group, (kv_head + 1) * group)
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -82,6 +87,11 @@ class Verification:
         """Judge an error; an error that is not a number has failed."""
         passed = math.isfinite(max_abs_error) and max_abs_error <= tolerance
         return cls(max_abs_error, tolerance, reference, "passed" if passed else "failed")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values that a trace and a report state; an error that is no number is None."""
+        error = self.max_abs_error
+        return {**asdict(self), "max_abs_error": error if math.isfinite(error) else None}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import tempfile
@@ -75,10 +74,7 @@ class TraceWriter:
         """Record the verification, move the folder into place and load it from there."""
         document = json.loads(self._document_path.read_text(encoding="utf-8"))
         if verification is not None:
-            recorded = asdict(verification)
-            if not math.isfinite(verification.max_abs_error):
-                recorded["max_abs_error"] = None
-            document["verification"] = recorded
+            document["verification"] = verification.as_json()
         self._write(document)
         self._partial.chmod(0o755)  # mkdtemp makes it private; a saved trace is not
         return load_trace(self._move_into_place())
