@@ -16,6 +16,7 @@ from tests.plain import PlainProfile, plain_profile
 CASES = Path(__file__).parents[1] / "cases"
 NAMES = ("alibi-window", "gqa-f16", "sinks-softcap")
 TOLERANCE = 1e-5
+JUDGE_TOLERANCE = 1e-9  # both are float64
 
 
 @cache
@@ -106,18 +107,75 @@ def test_skipped_units(name: str) -> None:
     assert profile(name).skipped_units == expected(name)["skipped_units"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_plain_judge_says_the_same(name: str) -> None:
-    judge = plain(name)
+def assert_judged(value: float | None, number: float | None, what: object) -> None:
+    assert (value is None) == (number is None), what
+    if number is not None:
+        assert value == pytest.approx(number, abs=JUDGE_TOLERANCE, rel=0), what
 
-    for row in measured_rows(name, "coverage"):
-        for number in ("coverage", "total_mass"):
-            value = getattr(judge, number)(row["selector"], row["budget"])
-            assert (value is None) == (row[number] is None), row
-            if value is not None:
-                assert value == pytest.approx(row[number], abs=1e-9), row
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "number",
+    ["coverage", "total_mass", "global_coverage", "jaccard", "stale_coverage", "output_error"],
+)
+def test_the_plain_judge_says_the_same(name: str, number: str) -> None:
+    measure = getattr(plain(name), number)
+
+    for row in expected(name)["coverage"]:
+        assert_judged(measure(row["selector"], row["budget"]), row[number], row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_judge_says_the_same_of_required_budgets(name: str) -> None:
+    for row in expected(name)["required_budget"]:
+        found = plain(name).required_budget(row["selector"], row["coverage"])
+        assert (None if found is None else float(found)) == row["budget"], row
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_judge_says_the_same_of_paging(name: str) -> None:
+    for row in expected(name)["paging"]:
+        paging = plain(name).paging(row["selector"], row["budget"], row["pool"])
+        assert paging is not None
+        assert_judged(paging.hit_rate, row["hit_rate"], row)
+        assert_judged(paging.missed_pages, row["missed_pages"], row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_judge_says_the_same_of_rotation(name: str) -> None:
+    for row in expected(name)["dim_ablation"]:
+        value = plain(name).unrotated_coverage(row["budget"])
+        assert_judged(value, row["unrotated_coverage"], row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_judge_says_the_same_of_every_layer(name: str) -> None:
+    rows = expected(name)["layers"]
+    named = {key for row in rows for key in row if key != "layer"}
+
+    for key in named:
+        selector, _, budget = key.partition("@")
+        layers = plain(name).layer_coverage(selector, budget)
+        assert layers is not None
+        assert list(layers) == [row["layer"] for row in rows]
+        for row in rows:
+            assert_judged(layers[row["layer"]], row[key], (row["layer"], key))
+        worst = min(row[key] for row in rows)
+        assert_judged(plain(name).worst_layer_coverage(selector, budget), worst, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_judge_says_the_same_of_attention_and_skipped_units(name: str) -> None:
     for number in ("support", "hottest", "eligible_mass"):
-        assert getattr(judge, number) == pytest.approx(
-            expected(name)["attention"][number], rel=1e-9
-        )
-    assert judge.skipped_units == expected(name)["skipped_units"]
+        assert_judged(getattr(plain(name), number), expected(name)["attention"][number], number)
+    assert plain(name).skipped_units == expected(name)["skipped_units"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gap_of_the_plain_judge_adds_up(name: str) -> None:
+    for row in expected(name)["coverage"]:
+        gap = plain(name).gap(row["selector"], row["budget"])
+        stale = row["stale_coverage"]
+        assert_judged(None if gap is None else sum(gap), None if stale is None else 1 - stale, row)
+        # every sampled step of a case is one decode step after the one before
+        assert_judged(plain(name).lag_one_coverage(row["selector"], row["budget"]), stale, row)
