@@ -13,8 +13,19 @@ from typing import Any
 from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import ReportTarget, report_problem
 
-CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k")
-PROFILE_OPTIONS = ("page-size", "sinks", "recent", "budgets", "selectors", "report")
+CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k", "values")
+PROFILE_OPTIONS = (
+    "page-size",
+    "sinks",
+    "recent",
+    "budgets",
+    "selectors",
+    "pool",
+    "link",
+    "sweep",
+    "verbose",
+    "report",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,6 +85,9 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
             raise argparse.ArgumentTypeError(problem)
         return value
 
+    if option.switch:
+        parser.add_argument(f"--{option.name}", action="store_true", help=option.help)
+        return
     convert: Callable[[str], Any] = parse
     parser.add_argument(
         f"--{option.name}",
@@ -91,7 +105,7 @@ def _capture(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
     engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
-    settings = CaptureSettings(parsed.steps, parsed.ctx, engine)
+    settings = CaptureSettings(parsed.steps, parsed.ctx, parsed.values, engine)
     trace = capture(
         parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
     )
@@ -106,33 +120,36 @@ def _capture(parsed: argparse.Namespace) -> int:
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from pytest_kvgate.analysis import PageGrid, pool, profile_trace  # noqa: PLC0415
-    from pytest_kvgate.gate import distrust_reason  # noqa: PLC0415
-    from pytest_kvgate.pipeline import trace_subjects  # noqa: PLC0415
-    from pytest_kvgate.report.document import (  # noqa: PLC0415
-        profile_document,
-        report_document,
-        write_report,
-    )
+    from pytest_kvgate.analysis import SELECTORS, PageGrid, Plan  # noqa: PLC0415
+    from pytest_kvgate.capture import CaptureSettings  # noqa: PLC0415
+    from pytest_kvgate.options.values import check_selectors  # noqa: PLC0415
+    from pytest_kvgate.pipeline import Evidence, trace_subjects  # noqa: PLC0415
+    from pytest_kvgate.report.document import report_document, write_report  # noqa: PLC0415
     from pytest_kvgate.report.summary import summary_lines  # noqa: PLC0415
-    from pytest_kvgate.trace import load_trace  # noqa: PLC0415
+    from pytest_kvgate.session import GateSession  # noqa: PLC0415
 
-    grid = PageGrid(parsed.page_size, parsed.sinks, parsed.recent)
-    documents, believed = [], True
-    for subject in trace_subjects(parsed.traces):
-        alone = [
-            profile_trace(load_trace(source.trace), grid, parsed.budgets, parsed.selectors)
-            for source in subject.sources
-            if source.trace is not None
-        ]
-        pooled = pool(alone)
-        documents.append(profile_document(subject.label, pooled, alone, ()))
-        believed = believed and distrust_reason(pooled) is None
-    for line in summary_lines(documents, [], []):
+    selectors = parsed.selectors or SELECTORS
+    try:
+        check_selectors(selectors, SELECTORS)
+    except ValueError as error:
+        print(f"kvgate: --selectors {error}.", file=sys.stderr)
+        return 2
+    swept = parsed.sweep if parsed.verbose or parsed.report else ()
+    evidence = Evidence(
+        settings=CaptureSettings(),
+        grid=PageGrid(parsed.page_size, parsed.sinks, parsed.recent),
+        page_sizes=tuple(dict.fromkeys((parsed.page_size, *swept))),
+        plan=Plan(parsed.budgets, selectors, pool=parsed.pool),
+        folder=Path(),
+    )
+    session = GateSession(evidence, trace_subjects(parsed.traces), swept, parsed.link)
+    documents = [session.describe(subject, parsed.page_size) for subject in session.subjects]
+    for line in summary_lines(documents, [], [], verbose=parsed.verbose):
         print(line)
     settings = documents[0]["settings"]
     for target in parsed.report or ():
         write_report(target.path, report_document(settings, documents, []))
+    believed = all(document["coverage"] for document in documents)
     return 0 if believed else 1
 
 

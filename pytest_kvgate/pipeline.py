@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from pytest_kvgate.analysis import PageGrid, Profile, pool, profile_trace, verify_softmax
+from pytest_kvgate.analysis import (
+    PageGrid,
+    Plan,
+    Profile,
+    SelectorError,
+    pool,
+    profile_on_grids,
+    require_pages,
+    verify_softmax,
+)
 from pytest_kvgate.analysis.wording import distinct
 from pytest_kvgate.capture import CaptureError, CaptureSettings, capture, read_prompt
 from pytest_kvgate.engine import EngineError, check_model_file, require_llama
@@ -22,7 +31,7 @@ from pytest_kvgate.trace import Trace, TraceError, load_trace
 T = TypeVar("T")
 
 #: What makes evidence unusable; each says why in a sentence.
-EVIDENCE_ERRORS = (CaptureError, EngineError, TraceError)
+EVIDENCE_ERRORS = (CaptureError, EngineError, SelectorError, TraceError)
 
 
 class EvidenceError(RuntimeError):
@@ -107,6 +116,7 @@ def trace_subjects(directories: Sequence[Path]) -> tuple[Subject, ...]:
 class Evidence:
     """Captures and measures on demand, and remembers the outcome, failures too.
 
+    ``page_sizes`` are those that will be asked for; a trace is measured at all of them in one pass.
     ``folder`` may be shared by several processes (the workers of pytest-xdist): the first one
     captures, the others wait for it and load what it captured. ``save`` keeps the traces there
     instead. ``announce`` is told before a capture begins.
@@ -114,8 +124,8 @@ class Evidence:
 
     settings: CaptureSettings
     grid: PageGrid
-    budgets: tuple[float, ...]
-    selectors: tuple[str, ...]
+    page_sizes: tuple[int, ...]
+    plan: Plan
     folder: Path
     save: Path | None = None
     announce: Callable[[str], None] = lambda _message: None
@@ -149,15 +159,28 @@ class Evidence:
         return self._pooled[key]
 
     def _profile(self, source: Source, page_size: int) -> Profile:
-        key = (source, page_size)
-        if key not in self._profiles:
-            trace = self.trace(source)
-            grid = PageGrid(page_size, self.grid.sinks, self.grid.recent)
+        if (source, page_size) not in self._profiles:
+            self._measure(source, tuple(dict.fromkeys((page_size, *self.page_sizes))))
+        return _unless_error(self._profiles[source, page_size])
+
+    def _measure(self, source: Source, page_sizes: Sequence[int]) -> None:
+        """Profile one source at several page sizes, in one pass over its layers."""
+        trace = self.trace(source)
+        grids = []
+        for size in page_sizes:
+            grid = PageGrid(size, self.grid.sinks, self.grid.recent)
             try:
-                self._profiles[key] = profile_trace(trace, grid, self.budgets, self.selectors)
-            except EVIDENCE_ERRORS as error:
-                self._profiles[key] = EvidenceError(str(error))
-        return _unless_error(self._profiles[key])
+                require_pages(trace, grid)
+                grids.append(grid)
+            except TraceError as error:  # too short for pages of this size, not for smaller ones
+                self._profiles[source, size] = EvidenceError(str(error))
+        try:
+            for profile in profile_on_grids(trace, grids, self.plan):
+                self._profiles[source, profile.grid.page_size] = profile
+        except Exception as error:  # raised for every gate, measured only once
+            known = isinstance(error, EVIDENCE_ERRORS)
+            outcome = EvidenceError(str(error)) if known else error
+            self._profiles.update(((source, grid.page_size), outcome) for grid in grids)
 
     def _obtain(self, source: Source) -> Trace | Exception:
         try:

@@ -6,12 +6,13 @@ controller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_kvgate.analysis import PageGrid, Profile
+from pytest_kvgate.analysis import REQUIRED_COVERAGES, PageGrid, Plan, Profile, Selector
+from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
 from pytest_kvgate.capture import CaptureSettings
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.gate import Gate, GateResult, decide, distrust_reason, unanswered
@@ -41,14 +42,24 @@ def find_subjects(settings: Settings) -> tuple[Subject, ...]:
     )
 
 
-def gather_evidence(settings: Settings, gates: Iterable[Gate], folder: Path) -> Evidence:
-    """Return evidence that measures what the settings list and what the gates need."""
+def gather_evidence(
+    settings: Settings, gates: Iterable[Gate], folder: Path, registry: Mapping[str, Selector]
+) -> Evidence:
+    """Return evidence that measures what the settings list and what the gates need.
+
+    ``registry`` are the page selectors that are known.
+    """
     gates = list(gates)
     needed = [name for gate in gates for name in gate.needed_selectors]
+    listed = settings.selectors or (ORACLE, *registry, TOKEN_ORACLE)
+    wanted = [budget for gate in gates for budget in gate.measured_budgets]
+    coverages = {coverage for gate in gates for coverage in gate.wanted_coverages}
+    sizes = [gate.page_size for gate in gates if gate.page_size is not None]
     return Evidence(
         settings=CaptureSettings(
             steps=settings.steps,
             n_context=settings.n_context,
+            values=settings.values or any(gate.needs_values for gate in gates),
             engine=EngineSettings(
                 n_gpu_layers=settings.n_gpu_layers,
                 n_threads=settings.n_threads,
@@ -56,20 +67,35 @@ def gather_evidence(settings: Settings, gates: Iterable[Gate], folder: Path) -> 
             ),
         ),
         grid=PageGrid(settings.page_size, settings.sinks, settings.recent),
-        budgets=tuple(sorted({*settings.budgets, *(gate.budget for gate in gates)})),
-        selectors=tuple(dict.fromkeys((*settings.selectors, *needed))),
+        page_sizes=tuple(dict.fromkeys((settings.page_size, *sizes, *swept_sizes(settings)))),
+        plan=Plan(
+            budgets=tuple(sorted({*settings.budgets, *wanted})),
+            selectors=tuple(dict.fromkeys((*listed, *needed))),
+            registry=registry,
+            coverages=tuple(sorted({*REQUIRED_COVERAGES, *coverages})),
+            pool=settings.pool,
+        ),
         folder=folder,
         save=settings.save,
     )
 
 
+def swept_sizes(settings: Settings) -> tuple[int, ...]:
+    """Return the page sizes to compare: none unless something will show them."""
+    return settings.sweep if settings.verbose or settings.reports else ()
+
+
 @dataclass
 class GateSession:
-    """Judges gates, and keeps one document per model and page size that was looked at."""
+    """Judges gates, and keeps one document per model and page size that was looked at.
+
+    ``sweep`` are page sizes to compare, in tokens; ``link`` is the link to host memory in GB/s.
+    """
 
     evidence: Evidence
     subjects: tuple[Subject, ...]
-    thresholds: tuple[float, ...]
+    sweep: tuple[int, ...] = ()
+    link: float | None = None
     documents: dict[str, Document] = field(default_factory=dict)
 
     @property
@@ -111,6 +137,18 @@ class GateSession:
                 subject.label,
                 self.evidence.profile(subject, page_size),
                 self.evidence.alone(subject, page_size),
-                self.thresholds,
+                self.evidence.plan.coverages,
+                self._swept(subject) if page_size == self.page_size else (),
+                self.link,
             )
         return self.documents[key]
+
+    def _swept(self, subject: Subject) -> list[Profile]:
+        """Return the profiles at the page sizes to compare that leave a page to select."""
+        profiles = []
+        for size in self.sweep:
+            try:
+                profiles.append(self.evidence.profile(subject, size))
+            except EvidenceError:  # the context is too short for pages of this size
+                continue
+        return profiles

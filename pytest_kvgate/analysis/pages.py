@@ -7,6 +7,7 @@ All arithmetic is exact. A budget is the decimal fraction the user wrote, so 2% 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +59,22 @@ class PageGrid:
         fraction = exact(budget)
         return fraction.numerator * n_visible // (fraction.denominator * self.page_size)
 
-    def pages_for_all(self, budgets: tuple[float, ...], n_visible: int) -> NDArray[np.int64]:
-        """Return ``[n_budget]`` pages, as `pages_for` does for each budget."""
-        return np.array([self.pages_for(budget, n_visible) for budget in budgets], dtype=np.int64)
+    def pages_for_all(
+        self, budgets: Sequence[float], n_visible: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Return ``[n_step, n_budget]`` pages, as `pages_for` does for each."""
+        fractions = [exact(budget) for budget in budgets]
+        pages = [
+            [part.numerator * n // (part.denominator * self.page_size) for part in fractions]
+            for n in n_visible
+        ]
+        return np.array(pages, dtype=np.int64).reshape(len(n_visible), len(budgets))
+
+    def pages_on_grid(self, n_visible: Sequence[int]) -> NDArray[np.int64]:
+        """Return ``[n_step, 1000]`` pages, as `pages_for` does for each budget of `BUDGET_GRID`."""
+        steps = np.arange(1, len(BUDGET_GRID) + 1)
+        tokens = np.asarray(n_visible, dtype=np.int64)[:, None] * steps
+        return tokens // (len(BUDGET_GRID) * self.page_size)
 
     def shortfall(self, budget: float, n_visible: int) -> str:
         """Say why a budget is below one page."""
@@ -69,3 +83,56 @@ class PageGrid:
             f"{percent(budget)} of {n_visible} tokens is {tokens} tokens, "
             f"less than one {self.page_size}-token page"
         )
+
+
+@dataclass(frozen=True)
+class BlockPages:
+    """What a block of steps may select on one page grid.
+
+    ``first`` is the first eligible page and ``n_page`` is N. ``n_eligible`` is ``[n_step]``;
+    ``asked`` is ``[n_step, n_budget]``, the pages that each budget buys, and ``chosen`` the same
+    but no more than are eligible; ``on_grid`` is ``[n_step, 1000]``, like ``chosen`` on the grid of
+    budgets.
+    """
+
+    grid: PageGrid
+    first: int
+    n_page: int
+    n_eligible: NDArray[np.int64]
+    asked: NDArray[np.int64]
+    chosen: NDArray[np.int64]
+    on_grid: NDArray[np.int64]
+
+    @property
+    def positions(self) -> slice:
+        """The token positions of the N pages."""
+        size = self.grid.page_size
+        return slice(self.first * size, (self.first + self.n_page) * size)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """The position after the last eligible page, ``[n_step]``."""
+        return (self.first + self.n_eligible) * self.grid.page_size
+
+    @property
+    def is_eligible(self) -> NDArray[np.bool_]:
+        """Which pages each step may select, ``[n_step, N]``."""
+        return np.arange(self.n_page) < self.n_eligible[:, None]
+
+
+def block_pages(
+    grid: PageGrid, budgets: tuple[float, ...], n_visible: Sequence[int], n_last: int
+) -> BlockPages:
+    """Return what these steps may select; ``n_last`` is what the trace's last step sees."""
+    first, last = grid.eligible(n_last)
+    n_eligible = np.array([grid.eligible(n)[1] - first for n in n_visible], dtype=np.int64)
+    asked = grid.pages_for_all(budgets, n_visible)
+    return BlockPages(
+        grid=grid,
+        first=first,
+        n_page=last - first,
+        n_eligible=n_eligible,
+        asked=asked,
+        chosen=np.minimum(asked, n_eligible[:, None]),
+        on_grid=np.minimum(grid.pages_on_grid(n_visible), n_eligible[:, None]),
+    )

@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis.coverage import layer_units
+from pytest_kvgate.analysis.estimates import (
+    TAIL,
+    Interval,
+    Samples,
+    Scope,
+    estimate,
+    interval,
+)
+from pytest_kvgate.analysis.measure import compatible, measure_layer
 from pytest_kvgate.analysis.pages import BUDGET_GRID, PageGrid
+from pytest_kvgate.analysis.plan import Plan
+from pytest_kvgate.analysis.selectors import TOKEN_ORACLE
+from pytest_kvgate.analysis.units import LayerNumbers
 from pytest_kvgate.analysis.wording import percent
 from pytest_kvgate.trace import Trace, TraceError
+
+#: What can be asked of a selector at a budget.
+MEASURES = (
+    "coverage",
+    "total_mass",
+    "global_coverage",
+    "starved",
+    "jaccard",
+    "stale_coverage",
+    "lag_one_coverage",
+    "output_error",
+    "hit_rate",
+    "missed_pages",
+)
+
+#: Measures of which less is better.
+COSTS = ("starved", "output_error", "missed_pages")
+
+#: Why a measure has no number although the budget buys a page.
+_UNDEFINED = {
+    "jaccard": "no unit has a sampled step before it",
+    "stale_coverage": "no unit has a sampled step before it",
+    "lag_one_coverage": "no two sampled steps follow each other; sample with a stride of 1",
+    "output_error": "the trace holds no values (V); capture it with --kvgate-values",
+    "hit_rate": "the first sampled step fills the pool, and there is no other",
+    "missed_pages": "the first sampled step fills the pool, and there is no other",
+}
 
 
 class UndefinedError(ValueError):
@@ -24,86 +62,185 @@ class NotMeasuredError(LookupError):
 
 @dataclass(frozen=True, repr=False)
 class Profile:
-    """Coverage per unit, at several budgets, for several selectors.
-
-    Arrays run over units, one (trace, step, layer, KV head) each: ``layer`` is ``[n_unit]``, the
-    layer index; ``eligible_mass`` (the eligible share of the mass on real tokens), ``support`` and
-    ``hottest`` are means over the unit's query heads. ``covered`` and ``total`` are
-    ``[n_selector, n_budget, n_unit]`` float64, NaN where the budget is below one page.
-    ``covered_curve`` and ``total_curve`` are ``[n_selector, 1000]``: the sums over units at each
-    budget of ``BUDGET_GRID``, where a budget below one page counts as selecting nothing.
-    """
+    """What was measured of ``traces``, pooled, on one page grid; every unit weighs the same."""
 
     traces: tuple[Trace, ...]
     grid: PageGrid
-    selectors: tuple[str, ...]
-    budgets: tuple[float, ...]
-    layer: NDArray[np.int64]
-    eligible_mass: NDArray[np.float64]
-    support: NDArray[np.float64]
-    hottest: NDArray[np.float64]
-    covered: NDArray[np.float64]
-    total: NDArray[np.float64]
-    covered_curve: NDArray[np.float64]
-    total_curve: NDArray[np.float64]
-    skipped_units: int
+    plan: Plan
+    numbers: LayerNumbers
 
     def __repr__(self) -> str:
         traces = ", ".join(trace.label for trace in self.traces)
         return f"<Profile of {traces}: {self.n_unit} units, {self.grid.page_size}-token pages>"
 
     @property
+    def selectors(self) -> tuple[str, ...]:
+        """The measured selectors."""
+        return self.plan.selectors
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """The budgets that were asked for, fractions of the context."""
+        return self.plan.budgets
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers that units are of."""
+        return tuple(int(layer) for layer in np.unique(self.numbers.units.layer))
+
+    @property
     def n_unit(self) -> int:
         """Units that count: with eligible mass, in layers without a sliding window."""
-        return len(self.layer)
+        return len(self.numbers.units.layer)
 
-    def coverage(self, selector: str, budget: float) -> float:
+    def coverage(
+        self, selector: str, budget: float, layers: Collection[int] | None = None
+    ) -> float:
         """Return coverage@budget of a selector: a mean over units, from 0 to 1.
 
-        Any budget that was asked for can be looked up, and any multiple of 0.1%.
+        Any budget that was asked for can be looked up, and any multiple of 0.1%. ``layers`` are the
+        indices to average over, None for all.
 
         Raises:
             NotMeasuredError: the selector or the budget was not measured.
             UndefinedError: the budget is below one page at a sampled step, or no unit counts.
         """
-        return self._mean(self.covered, self.covered_curve, selector, budget)
+        return self._on_grid("coverage", self.numbers.covered, selector, budget, layers)
 
-    def total_mass(self, selector: str, budget: float) -> float:
+    def total_mass(
+        self, selector: str, budget: float, layers: Collection[int] | None = None
+    ) -> float:
         """Return (free + selected) / all mass on real tokens: a mean over units, from 0 to 1.
 
         Looks up and raises as `coverage` does.
         """
-        return self._mean(self.total, self.total_curve, selector, budget)
+        return self._on_grid("total_mass", self.numbers.total, selector, budget, layers)
 
     def layer_coverage(self, selector: str, budget: float) -> dict[int, float]:
-        """Return coverage@budget per layer index.
+        """Return coverage@budget per layer index, of a budget that was asked for.
 
         Raises:
             NotMeasuredError: the selector was not measured, or the budget was not asked for.
             UndefinedError: as in `coverage`.
         """
-        row = self._selector(selector)
-        if budget not in self.budgets:
-            raise NotMeasuredError(self._unknown_budget(budget, self.budgets))
-        self._require_defined(budget)
-        units = self.covered[row, self.budgets.index(budget)]
-        return {
-            int(layer): float(units[self.layer == layer].mean()) for layer in np.unique(self.layer)
-        }
+        return self.samples("coverage", selector, budget).by_layer()
 
-    def required_budget(self, selector: str, coverage: float) -> float | None:
-        """Return the smallest budget on the 0.1% grid at which mean coverage reaches ``coverage``.
+    def required_budget(
+        self,
+        selector: str,
+        coverage: float,
+        scope: Scope = "mean",
+        layers: Collection[int] | None = None,
+    ) -> float | None:
+        """Return the smallest budget on the 0.1% grid at which coverage reaches ``coverage``.
 
-        A budget below one page counts as 0 here. None: no budget reaches it.
+        A budget below one page counts as 0 here. None: no budget reaches it. In the scope p05, only
+        coverages of the plan can be asked for.
 
         Raises:
-            NotMeasuredError: the selector was not measured.
+            NotMeasuredError: the selector or, for p05, the coverage was not measured.
         """
+        row = self._selector(selector)
         if not self.n_unit:
             return None
-        mean = self.covered_curve[self._selector(selector)] / self.n_unit
-        reached = np.flatnonzero(mean >= coverage)
+        if scope == "p05":
+            return self._required_by_most(row, coverage, layers)
+        means = [
+            self.numbers.covered[at, row].sum(axis=0) / self.numbers.n_unit[at].sum()
+            for at in self._layer_rows(layers, apart=scope == "worst-layer")
+        ]
+        reached = np.flatnonzero(np.min(means, axis=0) >= coverage)
         return BUDGET_GRID[reached[0]] if len(reached) else None
+
+    def measure(
+        self,
+        name: str,
+        selector: str,
+        budget: float,
+        scope: Scope = "mean",
+        layers: Collection[int] | None = None,
+    ) -> float:
+        """Return one of `MEASURES` at a budget that was asked for.
+
+        ``coverage`` and ``total_mass`` are as the methods of that name; ``global_coverage`` is
+        coverage where a layer's KV heads share their budget and ``starved`` the share of units that
+        get no page of it; ``jaccard`` the overlap with the pages of the sampled step before,
+        ``stale_coverage`` coverage with those pages, ``lag_one_coverage`` the same where that step
+        is one decode step before; ``output_error`` the relative error of the attention output;
+        ``hit_rate`` and ``missed_pages`` (per step and unit) those of the LRU pool.
+
+        Raises:
+            NotMeasuredError: the selector was not measured, or the budget was not asked for.
+            UndefinedError: as in `coverage`, or the measure needs what no unit has.
+        """
+        if scope == "mean" and name == "coverage":
+            return self.coverage(selector, budget, layers)
+        if scope == "mean" and name == "total_mass":
+            return self.total_mass(selector, budget, layers)
+        return estimate(self.samples(name, selector, budget, layers), scope)
+
+    def interval(
+        self,
+        name: str,
+        selector: str,
+        budget: float,
+        scope: Scope = "mean",
+        layers: Collection[int] | None = None,
+        confidence: float = 0.95,
+    ) -> Interval | None:
+        """Return the confidence interval of `measure`; None where one step is all there is.
+
+        Raises as `measure` does.
+        """
+        return interval(self.samples(name, selector, budget, layers), scope, confidence)
+
+    def samples(
+        self,
+        name: str,
+        selector: str,
+        budget: float,
+        layers: Collection[int] | None = None,
+    ) -> Samples:
+        """Return one of `MEASURES` per unit; raises as `measure` does."""
+        row = self._selector(selector)
+        if budget not in self.budgets:
+            raise NotMeasuredError(self._unknown_budget(budget, ()))
+        self._require_defined(budget)
+        units, column = self.numbers.units, self.budgets.index(budget)
+
+        def found(number: str) -> NDArray[np.float64]:
+            of_all: NDArray[np.float64] = units.numbers[number][row, column]
+            return of_all
+
+        weight = np.ones(self.n_unit)
+        if name in ("hit_rate", "missed_pages"):
+            accesses, hits = found("accesses"), found("hits")
+            with np.errstate(invalid="ignore"):
+                value = hits / accesses if name == "hit_rate" else accesses - hits
+            weight = accesses if name == "hit_rate" else weight
+        elif name == "lag_one_coverage":
+            value = np.where(units.lag == 1, found("stale_coverage"), np.nan)
+        else:
+            value = found(name)
+            weight = units.n_head.astype(np.float64) if name == "output_error" else weight
+        chosen = np.ones(self.n_unit, dtype=bool)
+        if layers is not None:
+            chosen = np.isin(units.layer, list(layers))
+        known = chosen & ~np.isnan(value)
+        # some layers without values would leave a mean of the others
+        if not known.any() or (name == "output_error" and (known != chosen).any()):
+            why = _UNDEFINED.get(name, "no unit of these layers counts")
+            if selector == TOKEN_ORACLE and name not in ("coverage", "total_mass"):
+                why = f"{TOKEN_ORACLE} selects tokens, not pages"
+            raise UndefinedError(f"{name} of {selector} is undefined: {why}.")
+        return Samples(
+            value[known],
+            weight[known],
+            units.layer[known],
+            units.trace[known],
+            units.decode_index[known],
+            ascending=name not in COSTS,
+        )
 
     def undefined_reason(self, budget: float) -> str | None:
         """Say why coverage at this budget is undefined, or return None where it is defined."""
@@ -119,22 +256,54 @@ class Profile:
         """Whether coverage at this budget is defined."""
         return self.undefined_reason(budget) is None
 
-    def _mean(
+    def _on_grid(
         self,
-        units: NDArray[np.float64],
+        name: str,
         curve: NDArray[np.float64],
         selector: str,
         budget: float,
+        layers: Collection[int] | None,
     ) -> float:
         row = self._selector(selector)
         # the grid first, so that a required budget and the coverage there agree to the last digit
         if budget in BUDGET_GRID:
             self._require_defined(budget)
-            return float(curve[row, BUDGET_GRID.index(budget)]) / self.n_unit
-        if budget in self.budgets:
-            self._require_defined(budget)
-            return float(units[row, self.budgets.index(budget)].mean())
-        raise NotMeasuredError(self._unknown_budget(budget, self.budgets))
+            (at,) = self._layer_rows(layers)
+            total = curve[at, row].sum(axis=0)[BUDGET_GRID.index(budget)]
+            return float(total / self.numbers.n_unit[at].sum())
+        if budget not in self.budgets:
+            raise NotMeasuredError(self._unknown_budget(budget, BUDGET_GRID))
+        return estimate(self.samples(name, selector, budget, layers), "mean")
+
+    def _layer_rows(
+        self, layers: Collection[int] | None, *, apart: bool = False
+    ) -> list[NDArray[np.int64]]:
+        """Return the rows of the sums that belong together: all of them, or layer by layer."""
+        known, counts = self.numbers.layers, self.numbers.n_unit
+        wanted = (counts > 0) & (np.isin(known, list(layers)) if layers is not None else True)
+        if not wanted.any():
+            raise UndefinedError("no unit of these layers counts, so they have no coverage.")
+        if not apart:
+            return [np.flatnonzero(wanted)]
+        return [np.flatnonzero(wanted & (known == layer)) for layer in np.unique(known[wanted])]
+
+    def _required_by_most(
+        self, row: int, coverage: float, layers: Collection[int] | None
+    ) -> float | None:
+        """Return the budget at which all but a twentieth of the units reach the coverage."""
+        if coverage not in self.plan.coverages:
+            raise NotMeasuredError(
+                f"coverage {coverage} was not planned for; planned: "
+                f"{', '.join(str(item) for item in self.plan.coverages)}."
+            )
+        needed = self.numbers.units.needed[row, self.plan.coverages.index(coverage)]
+        if layers is not None:
+            needed = needed[np.isin(self.numbers.units.layer, list(layers))]
+        if not len(needed):
+            raise UndefinedError("no unit of these layers counts, so they have no coverage.")
+        ranked = np.sort(np.nan_to_num(needed, nan=np.inf))
+        budget = float(ranked[len(ranked) - 1 - int(TAIL * (len(ranked) - 1))])
+        return budget if np.isfinite(budget) else None
 
     def _selector(self, selector: str) -> int:
         if selector not in self.selectors:
@@ -151,77 +320,40 @@ class Profile:
                 f"coverage at a budget of {percent(budget)} is undefined: {reason}."
             )
 
-    @staticmethod
-    def _unknown_budget(budget: object, budgets: tuple[float, ...]) -> str:
+    def _unknown_budget(self, budget: object, grid: Sequence[float]) -> str:
+        also = "multiples of 0.001 up to 1, and " if grid else ""
         return (
-            f"budget {budget!r} was not measured; measured: multiples of 0.001 up to 1, and "
-            f"{', '.join(str(item) for item in budgets)}. Add it to --kvgate-budgets."
+            f"budget {budget!r} was not measured; measured: {also}"
+            f"{', '.join(str(item) for item in self.budgets)}. Add it to --kvgate-budgets."
         )
 
 
-def profile_trace(
-    trace: Trace, grid: PageGrid, budgets: Sequence[float], selectors: Sequence[str]
-) -> Profile:
-    """Measure one trace; layers with a sliding window are left out.
+def profile_trace(trace: Trace, grid: PageGrid, plan: Plan) -> Profile:
+    """Measure one trace on one page grid; raises as `profile_on_grids` does."""
+    return profile_on_grids(trace, (grid,), plan)[0]
+
+
+def profile_on_grids(trace: Trace, grids: Sequence[PageGrid], plan: Plan) -> tuple[Profile, ...]:
+    """Measure one trace on several page grids, in one pass over each layer.
+
+    Layers with a sliding window are left out.
 
     Raises:
-        TraceError: every layer has a sliding window, no page is eligible at any step, or an array
-            holds a value that is not finite.
+        TraceError: as `require_pages` does, or an array holds a value that is not finite.
+        SelectorError: a registered selector returned something else than scores.
     """
-    budgets, selectors = tuple(budgets), tuple(selectors)
-    _require_pages(trace, grid)
-    pages = {step.n_visible: grid.pages_for_all(budgets, step.n_visible) for step in trace.steps}
-    grid_pages = {
-        step.n_visible: grid.pages_for_all(BUDGET_GRID, step.n_visible) for step in trace.steps
-    }
-    layers: list[int] = []
-    shapes: list[tuple[float, ...]] = []
-    covered: list[NDArray[np.float64]] = []
-    total: list[NDArray[np.float64]] = []
-    covered_curve = np.zeros((len(selectors), len(BUDGET_GRID)))
-    total_curve = np.zeros_like(covered_curve)
-    skipped = 0
+    for grid in grids:
+        require_pages(trace, grid)
+    numbers: dict[int, list[LayerNumbers]] = {position: [] for position in range(len(grids))}
     for layer in trace.paged_layers:
-        for unit in layer_units(layer, trace.steps, grid, selectors):
-            if unit is None:
-                skipped += 1
-                continue
-            k = pages[unit.n_visible]
-            shares = np.array([unit.coverage(name, k, grid.page_size) for name in selectors])
-            shares[:, k == 0] = np.nan
-            covered.append(shares)
-            total.append(unit.total_mass(shares))
-            on_grid = np.array(
-                [
-                    unit.coverage(name, grid_pages[unit.n_visible], grid.page_size)
-                    for name in selectors
-                ]
-            )
-            covered_curve += on_grid
-            total_curve += unit.total_mass(on_grid)
-            layers.append(layer.index)
-            shapes.append(
-                tuple(
-                    float(np.nanmean(values))
-                    for values in (unit.eligible_share, unit.support, unit.hottest)
-                )
-            )
-    shape = np.array(shapes).reshape(-1, 3)
-    by_unit = (len(covered), len(selectors), len(budgets))
-    return Profile(
-        traces=(trace,),
-        grid=grid,
-        selectors=selectors,
-        budgets=budgets,
-        layer=np.array(layers, dtype=np.int64),
-        eligible_mass=shape[:, 0],
-        support=shape[:, 1],
-        hottest=shape[:, 2],
-        covered=np.moveaxis(np.array(covered).reshape(by_unit), 0, -1),
-        total=np.moveaxis(np.array(total).reshape(by_unit), 0, -1),
-        covered_curve=covered_curve,
-        total_curve=total_curve,
-        skipped_units=skipped,
+        for group in compatible(grids):
+            chosen = [grids[position] for position in group]
+            measured = measure_layer(layer, trace.steps, chosen, plan)
+            for position, found in zip(group, measured, strict=True):
+                numbers[position].append(found)
+    return tuple(
+        Profile((trace,), grid, plan, LayerNumbers.joined(numbers[position]))
+        for position, grid in enumerate(grids)
     )
 
 
@@ -230,24 +362,21 @@ def pool(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     if len(profiles) == 1:
         return first
-    return Profile(
-        traces=tuple(trace for profile in profiles for trace in profile.traces),
-        grid=first.grid,
-        selectors=first.selectors,
-        budgets=first.budgets,
-        layer=np.concatenate([profile.layer for profile in profiles]),
-        eligible_mass=np.concatenate([profile.eligible_mass for profile in profiles]),
-        support=np.concatenate([profile.support for profile in profiles]),
-        hottest=np.concatenate([profile.hottest for profile in profiles]),
-        covered=np.concatenate([profile.covered for profile in profiles], axis=-1),
-        total=np.concatenate([profile.total for profile in profiles], axis=-1),
-        covered_curve=np.sum([profile.covered_curve for profile in profiles], axis=0),
-        total_curve=np.sum([profile.total_curve for profile in profiles], axis=0),
-        skipped_units=sum(profile.skipped_units for profile in profiles),
-    )
+    parts = []
+    for position, profile in enumerate(profiles):
+        units = profile.numbers.units
+        parts.append(
+            replace(
+                profile.numbers,
+                units=replace(units, trace=np.full_like(units.trace, position)),
+            )
+        )
+    traces = tuple(trace for profile in profiles for trace in profile.traces)
+    return Profile(traces, first.grid, first.plan, LayerNumbers.joined(parts))
 
 
-def _require_pages(trace: Trace, grid: PageGrid) -> None:
+def require_pages(trace: Trace, grid: PageGrid) -> None:
+    """Raise TraceError unless there is a layer to page and an eligible page in it."""
     if not trace.paged_layers:
         raise TraceError(
             f"{trace.label}: every layer with a KV cache has a sliding window, so there is nothing "

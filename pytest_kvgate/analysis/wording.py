@@ -26,6 +26,11 @@ def share(value: float | None) -> str:
     return UNDEFINED if value is None else f"{_cut(value):.4f}"
 
 
+def multiple(value: float) -> str:
+    """Write a pool size relative to a step's pages: 2 → 2 ×."""
+    return f"{value:g} ×"
+
+
 def margin(value: float | None) -> str:
     """Write a difference with sign and four digits, cut downwards: a miss is never -0.0000."""
     return UNDEFINED if value is None else f"{_cut(value):+.4f}"

@@ -33,7 +33,8 @@ class Settings:
 
     ``traces`` and ``models`` exclude each other; both empty means nothing can be evaluated.
     ``recent`` is a fraction of the context below 1, else tokens; ``steps`` are the sampled decode
-    steps; ``n_context`` None is the context the model was trained with.
+    steps; ``n_context`` None is the context the model was trained with; ``selectors`` None are all;
+    ``pool`` is a multiple of a step's pages; ``link`` is in GB/s; ``sweep`` are page sizes.
     """
 
     models: tuple[Path, ...]
@@ -49,7 +50,12 @@ class Settings:
     sinks: int
     recent: float
     budgets: tuple[float, ...]
-    selectors: tuple[str, ...]
+    selectors: tuple[str, ...] | None
+    values: bool
+    pool: float
+    link: float | None
+    sweep: tuple[int, ...]
+    verbose: bool
     reports: tuple[ReportTarget, ...]
 
     def as_reported(self) -> dict[str, Any]:
@@ -59,7 +65,9 @@ class Settings:
             "sinks": self.sinks,
             "recent": self.recent,
             "budgets": list(self.budgets),
-            "selectors": list(self.selectors),
+            "selectors": list(self.selectors or ()),
+            "pool": self.pool,
+            "link": self.link,
         }
 
     @property
@@ -152,6 +160,11 @@ def resolve_settings(config: pytest.Config) -> Settings:
         recent=values["recent"],
         budgets=values["budgets"],
         selectors=values["selectors"],
+        values=values["values"],
+        pool=values["pool"],
+        link=values["link"],
+        sweep=values["sweep"],
+        verbose=values["verbose"],
         reports=values["report"],
     )
 

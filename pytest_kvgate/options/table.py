@@ -13,6 +13,10 @@ from pytest_kvgate.options.values import (
     CACHE_TYPES,
     parse_budgets,
     parse_cache_type,
+    parse_flag,
+    parse_link,
+    parse_pages,
+    parse_pool,
     parse_recent,
     parse_report,
     parse_selectors,
@@ -34,6 +38,7 @@ class Option:
     default: str | None = None
     repeatable: bool = False
     capture_only: bool = False
+    switch: bool = False
 
     @property
     def flag(self) -> str:
@@ -108,6 +113,15 @@ OPTIONS: tuple[Option, ...] = (
         capture_only=True,
     ),
     Option(
+        "values",
+        "",
+        "capture V too, for the attention-output error; a gate that needs it turns it on",
+        parse_flag,
+        "false",
+        capture_only=True,
+        switch=True,
+    ),
+    Option(
         "save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True
     ),
     Option("page-size", "N", "tokens per KV page [32]", whole_number(1, "tokens"), "32"),
@@ -131,9 +145,31 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "selectors",
         "S,S,…",
-        "selectors to report [oracle,landmark,token-oracle]",
+        "selectors to report [all, those registered in a conftest.py too]",
         parse_selectors,
-        "oracle,landmark,token-oracle",
+    ),
+    Option(
+        "pool",
+        "X",
+        "LRU pool of resident pages, as a multiple of the pages of one step [2]",
+        parse_pool,
+        "2",
+    ),
+    Option("link", "GB/S", "speed of the link to host memory, to turn misses into ms", parse_link),
+    Option(
+        "sweep",
+        "N,N,…",
+        "page sizes to compare in the details and in reports [8,16,32,64,128]",
+        parse_pages,
+        "8,16,32,64,128",
+    ),
+    Option(
+        "verbose",
+        "",
+        "print the tables of details: layers, page sizes, paging, starvation and more",
+        parse_flag,
+        "false",
+        switch=True,
     ),
     Option(
         "report",
@@ -149,14 +185,24 @@ def add_options(parser: pytest.Parser) -> None:
     """Declare every option and its ini key."""
     group = parser.getgroup("kvgate", "KV paging gates (pytest-kvgate)")
     for option in OPTIONS:
-        group.addoption(
-            option.flag,
-            dest=option.ini,
-            metavar=option.metavar,
-            action="append" if option.repeatable else "store",
-            default=None,
-            help=option.help,
-        )
+        if option.switch:
+            group.addoption(
+                option.flag,
+                dest=option.ini,
+                action="store_const",
+                const="true",
+                default=None,
+                help=option.help,
+            )
+        else:
+            group.addoption(
+                option.flag,
+                dest=option.ini,
+                metavar=option.metavar,
+                action="append" if option.repeatable else "store",
+                default=None,
+                help=option.help,
+            )
         meaning = f"{option.help} (as {option.flag})"
         if option.repeatable:
             parser.addini(option.ini, meaning, type="linelist", default=[])

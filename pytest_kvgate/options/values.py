@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,17 +51,62 @@ def parse_budgets(text: str) -> tuple[float, ...]:
     return budgets
 
 
-def parse_selectors(text: str) -> tuple[str, ...]:
-    """Parse comma-separated selector names."""
-    from pytest_kvgate.analysis import SELECTORS  # noqa: PLC0415 - brings numpy
+def parse_pages(text: str) -> tuple[int, ...]:
+    """Parse comma-separated page sizes in tokens."""
+    try:
+        sizes = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        sizes = (0,)
+    if sizes[0] < 1:
+        raise ValueError("needs comma-separated page sizes in tokens, 1 or more, such as 16,32")
+    return sizes
 
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    unknown = [name for name in names if name not in SELECTORS]
+
+def parse_pool(text: str) -> float:
+    """Parse the size of the LRU pool as a multiple of the pages of one step."""
+    pool = _positive(text)
+    if not 1 <= pool <= 1000:
+        raise ValueError("needs a multiple of the pages of one step, from 1 to 1000, such as 2")
+    return pool
+
+
+def parse_link(text: str) -> float:
+    """Parse the speed of a link in GB/s."""
+    link = _positive(text)
+    if not 0 < link < math.inf:
+        raise ValueError("needs the speed of the link to host memory in GB/s, such as 25")
+    return link
+
+
+def parse_flag(text: str) -> bool:
+    """Parse the value of a switch in an ini file."""
+    known = {"1": True, "true": True, "yes": True, "on": True}
+    known |= {"0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in known:
+        raise ValueError("is a switch and needs true or false")
+    return known[text.strip().lower()]
+
+
+def _positive(text: str) -> float:
+    """Return a number, or NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def parse_selectors(text: str) -> tuple[str, ...]:
+    """Parse comma-separated selector names; `check_selectors` knows which there are."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def check_selectors(names: Sequence[str], known: Collection[str]) -> None:
+    """Raise ValueError unless all selectors are known."""
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(
-            f"names {unknown[0]!r}, which is no selector; accepted: {', '.join(SELECTORS)}"
+            f"names {unknown[0]!r}, which is no selector; accepted: {', '.join(known)}"
         )
-    return names
 
 
 def parse_recent(text: str) -> float:

@@ -55,14 +55,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the hooks that a conftest.py may implement."""
+    from pytest_kvgate.plugin import hookspecs  # noqa: PLC0415
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
 @pytest.hookimpl(trylast=True)  # after a conftest.py that adds to the ini keys
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; check what the command line says before anything runs."""
     config.addinivalue_line(
         "markers",
-        "kvgate(budget, min_coverage, selector=None, page_size=None): at a budget (fraction of the "
-        "context) the selector's pages must hold min_coverage of the eligible attention mass; "
-        "without a selector, both oracle (the ceiling) and landmark must. Stackable.",
+        "kvgate(budget, min_coverage, ...): at a budget (fraction of the context) the selector's "
+        "pages must hold min_coverage of the eligible attention mass; without a selector, both "
+        "oracle (the ceiling) and landmark must. Also: min_total_mass, max_output_error, "
+        "min_hit_rate, max_budget with coverage; selector, page_size, scope, layers, confidence. "
+        "Stackable.",
     )
     state = config.stash[STATE] = State()
     config.pluginmanager.register(VerdictCollector(state), "kvgate-verdicts")
@@ -248,9 +257,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     from pytest_kvgate.report.summary import summary_lines  # noqa: PLC0415
 
     terminalreporter.section("kvgate")
-    for line in summary_lines(state.documents.values(), state.rows, state.problems):
+    settings = state.settings
+    verbose = settings is not None and settings.verbose
+    documents = state.documents.values()
+    for line in summary_lines(documents, state.rows, state.problems, verbose=verbose):
         terminalreporter.line(line)
-    save = None if state.settings is None else state.settings.save
+    save = None if settings is None else settings.save
     if save is not None and state.documents:
         terminalreporter.line(f"Captured traces are kept below {save}.")
 

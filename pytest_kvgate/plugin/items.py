@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from pytest_kvgate.plugin.state import state_of
+from pytest_kvgate.plugin.state import selector_names, state_of
 
 if TYPE_CHECKING:
     from pytest_kvgate.gate import Gate, GateResult, Verdict
@@ -25,7 +25,7 @@ FAILURE = pytest.StashKey[tuple[str, ...]]()
 
 def is_involved(node: pytest.Item, fixturenames: Iterable[str]) -> bool:
     """Whether a test has a gate or uses a kvgate fixture."""
-    wanted = ("kvgate_profile", "kvgate_trace")
+    wanted = ("kvgate_profile", "kvgate_trace", "kvgate_scorer")
     return node.get_closest_marker("kvgate") is not None or any(
         name in wanted for name in fixturenames
     )
@@ -36,10 +36,13 @@ def declared_gates(item: pytest.Item) -> tuple[tuple[str, Gate], ...]:
     from pytest_kvgate.gate import GateError, gate_from_arguments  # noqa: PLC0415
 
     markers = list(item.iter_markers("kvgate"))[::-1]
+    if not markers:
+        return ()
+    names = selector_names(item.config)
     gates = []
     for number, marker in enumerate(markers, start=1):
         try:
-            gate = gate_from_arguments(marker.args, marker.kwargs)
+            gate = gate_from_arguments(marker.args, marker.kwargs, names)
         except GateError as error:
             raise pytest.UsageError(f"{item.nodeid}: {error}") from None
         gates.append((item.nodeid if len(markers) == 1 else f"{item.nodeid}#{number}", gate))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_kvgate.analysis import Selector
     from pytest_kvgate.gate import Gate
     from pytest_kvgate.options.settings import Settings
     from pytest_kvgate.pipeline import Subject
@@ -55,11 +56,47 @@ def state_of(config: pytest.Config) -> State:
 def settings_of(config: pytest.Config) -> Settings:
     """Return the validated settings; raises pytest.UsageError where they are not valid."""
     from pytest_kvgate.options.settings import resolve_settings  # noqa: PLC0415
+    from pytest_kvgate.options.values import check_selectors  # noqa: PLC0415
 
     state = state_of(config)
     if state.settings is None:
-        state.settings = resolve_settings(config)
+        settings = resolve_settings(config)
+        if settings.selectors is not None:
+            try:
+                check_selectors(settings.selectors, selector_names(config))
+            except ValueError as error:
+                raise pytest.UsageError(f"kvgate: --kvgate-selectors {error}.") from None
+        state.settings = settings
     return state.settings
+
+
+def registry_of(config: pytest.Config) -> Mapping[str, Selector]:
+    """Return the page selectors that come with the package and those that hooks register.
+
+    Raises:
+        pytest.UsageError: a hook returned something else than selectors with names of their own.
+    """
+    from pytest_kvgate.analysis import PAGE_SELECTORS, SelectorError  # noqa: PLC0415
+    from pytest_kvgate.analysis.selectors import register  # noqa: PLC0415
+
+    registry: Mapping[str, Selector] = PAGE_SELECTORS
+    for found in config.hook.pytest_kvgate_selectors(config=config):
+        if not isinstance(found, list | tuple):
+            raise pytest.UsageError(
+                f"kvgate: pytest_kvgate_selectors returned {found!r}; a list of selectors is needed."
+            )
+        try:
+            registry = register(found, registry)
+        except SelectorError as error:
+            raise pytest.UsageError(f"kvgate: pytest_kvgate_selectors: {error}") from None
+    return registry
+
+
+def selector_names(config: pytest.Config) -> tuple[str, ...]:
+    """Return the names of all selectors, oracles too, in the order of the tables."""
+    from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE  # noqa: PLC0415
+
+    return (ORACLE, *registry_of(config), TOKEN_ORACLE)
 
 
 def subjects_of(config: pytest.Config) -> tuple[Subject, ...]:
@@ -102,13 +139,17 @@ def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | 
     subjects = subjects_of(config)
     if not subjects:
         return None
-    from pytest_kvgate.session import GateSession, gather_evidence  # noqa: PLC0415
+    from pytest_kvgate.session import (  # noqa: PLC0415
+        GateSession,
+        gather_evidence,
+        swept_sizes,
+    )
 
-    gates = list(gates)
-    evidence = gather_evidence(settings_of(config), gates, capture_folder(config))
+    settings = settings_of(config)
+    registry = registry_of(config)
+    evidence = gather_evidence(settings, gates, capture_folder(config), registry)
     evidence.announce = _announcer(config)
-    thresholds = tuple(sorted({gate.min_coverage for gate in gates}))
-    session = GateSession(evidence, subjects, thresholds)
+    session = GateSession(evidence, subjects, swept_sizes(settings), settings.link)
     state_of(config).session = session
     return session
 

@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pytest_kvgate.analysis import Profile, UndefinedError
+from pytest_kvgate.analysis import REQUIRED_COVERAGES, Profile
+from pytest_kvgate.analysis.findings import strides
 from pytest_kvgate.gate import GateResult, distrust_reason
+from pytest_kvgate.report import rows
 from pytest_kvgate.trace import Trace
 
 SCHEMA = "kvgate-report/1"
 
-#: Coverages whose required budget every report states, beside each gate's threshold.
-REQUIRED_COVERAGES = (0.5, 0.9, 0.95)
+#: The lists of rows that a document of one model holds.
+TABLES = (
+    "coverage",
+    "required_budget",
+    "paging",
+    "metadata",
+    "layers",
+    "dense_layers",
+    "dim_ablation",
+    "gap",
+    "sweep",
+)
 
 Document = dict[str, Any]
-T = TypeVar("T")
 
 
 def profile_document(
-    subject: str, pooled: Profile, alone: Sequence[Profile], thresholds: Iterable[float]
+    subject: str,
+    pooled: Profile,
+    alone: Sequence[Profile],
+    thresholds: Iterable[float],
+    sweep: Sequence[Profile] = (),
+    link: float | None = None,
 ) -> Document:
     """Return what the traces of one model say, pooled, and each alone where there are several.
 
-    ``thresholds`` are coverages to state required budgets for. Numbers that are undefined, and
-    those that are not measured, are None; lists of things not measured are empty. Traces that
-    failed their verification give no numbers at all.
+    ``thresholds`` are coverages to state required budgets for, ``sweep`` pooled profiles at several
+    page sizes, ``link`` the speed of the link to host memory in GB/s. Numbers that are undefined or
+    not measured are None. Traces that failed their verification give no numbers at all.
     """
+    coverages = sorted({*REQUIRED_COVERAGES, *thresholds})
+    units = pooled.numbers.units
     document: Document = {
         "subject": subject,
         "settings": {
@@ -41,25 +56,26 @@ def profile_document(
             "recent": pooled.grid.recent,
             "budgets": list(pooled.budgets),
             "selectors": list(pooled.selectors),
+            "pool": pooled.plan.pool,
+            "link": link,
         },
         "traces": [_trace_row(profile, detailed=len(alone) > 1) for profile in alone],
-        "coverage": _coverage_rows(pooled),
-        "required_budget": [
-            {
-                "selector": selector,
-                "coverage": coverage,
-                "budget": pooled.required_budget(selector, coverage),
-            }
-            for selector in pooled.selectors
-            for coverage in sorted({*REQUIRED_COVERAGES, *thresholds})
-        ],
-        "layers": _layer_rows(pooled),
+        "coverage": rows.coverage_rows(pooled),
+        "required_budget": rows.required_rows(pooled, coverages),
+        "paging": rows.paging_rows(pooled, link),
+        "metadata": rows.metadata_rows(pooled),
+        "layers": rows.layer_rows(pooled),
+        "dense_layers": rows.dense_rows(pooled, coverages),
+        "dim_ablation": rows.ablation_rows(pooled),
+        "gap": rows.gap_rows(pooled),
+        "sweep": rows.sweep_rows(sweep),
+        "strides": list(strides(pooled)),
         "attention": {
-            "support": _mean(pooled.support),
-            "hottest": _mean(pooled.hottest),
-            "eligible_mass": _mean(pooled.eligible_mass),
+            "support": rows.mean(units.support),
+            "hottest": rows.mean(units.hottest),
+            "eligible_mass": rows.mean(units.eligible_mass),
         },
-        "skipped_units": pooled.skipped_units,
+        "skipped_units": pooled.numbers.skipped_units,
     }
     return document if distrust_reason(pooled) is None else _without_numbers(document)
 
@@ -68,36 +84,47 @@ def _without_numbers(document: Document) -> Document:
     """Return the document of traces that cannot be believed: what they are, and no number."""
     unknown = dict.fromkeys(document["attention"])
     traces = [{**trace, "coverage": []} for trace in document["traces"]]
-    empty: Document = {"coverage": [], "required_budget": [], "layers": []}
+    empty: Document = {key: [] for key in TABLES}
     return {**document, **empty, "traces": traces, "attention": unknown}
 
 
 def gate_row(result: GateResult) -> Document:
-    """Return one gate's verdict; selector and observed are those of the deciding check."""
-    deciding = result.deciding
+    """Return one gate's verdict."""
+    gate, deciding = result.gate, result.deciding
     return {
         "id": result.gate_id,
         "subject": result.subject,
-        "budget": result.gate.budget,
+        "budget": gate.main_budget,
         "page_size": result.page_size,
         "selector": deciding.selector,
+        "measure": deciding.demand.measure,
+        "scope": gate.scope,
+        "layers": None if gate.layers is None else list(gate.layers),
+        "confidence": gate.confidence,
+        "coverage": gate.coverage,
         "required": deciding.required,
         "observed": deciding.observed,
         "verdict": result.verdict,
         "reason": result.reason,
         "checks": [
             {
+                "measure": check.demand.measure,
                 "selector": check.selector,
                 "required": check.required,
                 "observed": check.observed,
                 "margin": check.margin,
+                "state": check.state,
+                "interval": (
+                    None if check.interval is None else [check.interval.low, check.interval.high]
+                ),
             }
             for check in result.checks
         ],
         "others": dict(result.others),
         "worst_layers": [
-            {"layer": layer, "coverage": coverage} for layer, coverage in result.worst_layers
+            {"layer": layer, deciding.demand.measure: value} for layer, value in result.worst_layers
         ],
+        "dense_layers": list(result.dense_layers),
         "notes": list(result.notes),
     }
 
@@ -123,11 +150,7 @@ def report_document(
         "schema": SCHEMA,
         "settings": dict(documents[0]["settings"] if documents else settings),
         "traces": _rows(documents, "traces"),
-        "coverage": _rows(documents, "coverage"),
-        "required_budget": _rows(documents, "required_budget"),
-        "paging": [],
-        "layers": _rows(documents, "layers"),
-        "dim_ablation": [],
+        **{key: _rows(documents, key) for key in TABLES},
         "attention": only or unknown,
         "attention_by_subject": {item["subject"]: item["attention"] for item in documents},
         "skipped_units": sum(document["skipped_units"] for document in documents),
@@ -171,6 +194,7 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
         "capture": dict(trace.capture),
         "n_context": trace.n_context,
         "n_steps": len(trace.steps),
+        "strides": list(strides(profile)),
         "verification": None if verification is None else verification.as_json(),
         "paged_layers": [layer.index for layer in trace.paged_layers],
         "windowed_layers": [
@@ -180,69 +204,5 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
         ],
     }
     if detailed:
-        row["coverage"] = [
-            {key: item[key] for key in ("budget", "selector", "coverage", "total_mass")}
-            for item in _coverage_rows(profile)
-        ]
+        row["coverage"] = rows.short_coverage_rows(profile)
     return row
-
-
-def _coverage_rows(profile: Profile) -> list[Document]:
-    return [
-        {
-            "budget": budget,
-            "selector": selector,
-            "pages": _pages(profile, budget),
-            "coverage": _defined(profile.coverage, selector, budget),
-            "ci": None,
-            "total_mass": _defined(profile.total_mass, selector, budget),
-            "global_coverage": None,
-            "jaccard": None,
-            "stale_coverage": None,
-            "output_error": None,
-        }
-        for budget in profile.budgets
-        for selector in profile.selectors
-    ]
-
-
-def _pages(profile: Profile, budget: float) -> list[int]:
-    """Return the fewest and the most pages per KV head that a budget buys at a sampled step."""
-    counts = [
-        profile.grid.pages_for(budget, step.n_visible)
-        for trace in profile.traces
-        for step in (trace.steps[0], trace.steps[-1])
-    ]
-    return [min(counts), max(counts)]
-
-
-def _layer_rows(profile: Profile) -> list[Document]:
-    rows = []
-    for budget in profile.budgets:
-        for selector in profile.selectors:
-            coverage = _defined(profile.layer_coverage, selector, budget)
-            for layer in np.unique(profile.layer):
-                own = profile.layer == layer
-                rows.append(
-                    {
-                        "layer": int(layer),
-                        "budget": budget,
-                        "selector": selector,
-                        "coverage": None if coverage is None else coverage[int(layer)],
-                        "support": _mean(profile.support[own]),
-                        "hottest": _mean(profile.hottest[own]),
-                        "eligible_mass": _mean(profile.eligible_mass[own]),
-                    }
-                )
-    return rows
-
-
-def _defined(number: Callable[[str, float], T], selector: str, budget: float) -> T | None:
-    try:
-        return number(selector, budget)
-    except UndefinedError:
-        return None
-
-
-def _mean(values: NDArray[np.float64]) -> float | None:
-    return float(values.mean()) if len(values) else None

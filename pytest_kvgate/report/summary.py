@@ -6,54 +6,48 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_kvgate.analysis.wording import UNDEFINED, distinct, percent, share
+from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
-from pytest_kvgate.report.tables import shorten, table, wrap
+from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
+from pytest_kvgate.report.wording import NAMES, gate_scope, measured, ranges
 
 
 def summary_lines(
-    documents: Iterable[Document], gates: Sequence[Document], problems: Sequence[str]
+    documents: Iterable[Document],
+    gates: Sequence[Document],
+    problems: Sequence[str],
+    *,
+    verbose: bool = False,
 ) -> Iterator[str]:
     """Yield the whole summary, its blocks set apart by empty lines."""
-    blocks = [profile_lines(document) for document in documents]
+    parts = [profile_lines(document, verbose=verbose) for document in documents]
     if gates:
-        blocks.append(gate_lines(gates))
-    blocks += [iter(wrap(problem)) for problem in problems]
-    for position, block in enumerate(blocks):
-        if position:
-            yield ""
-        yield from block
+        parts.append(gate_lines(gates))
+    parts += [iter(wrap(problem)) for problem in problems]
+    yield from blocks(parts)
 
 
-def profile_lines(document: Document) -> Iterator[str]:
-    """Yield what was measured on one model: its traces, and coverage by budget and selector."""
-    settings, traces = document["settings"], document["traces"]
-    model = traces[0]["model"]
-    about = ", ".join(str(model[key]) for key in ("architecture", "quantization") if model.get(key))
-    yield f"{document['subject']} ({about})"
-    for trace in traces:
-        yield f"  {_trace_line(trace)}"
-    yield (
-        f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
-        f"{_recent(settings['recent'])}; eligible mass "
-        f"{share(document['attention']['eligible_mass'])}"
-    )
+def profile_lines(document: Document, *, verbose: bool = False) -> Iterator[str]:
+    """Yield what was measured on one model: its traces, coverage, and where the mass is lost.
+
+    ``verbose`` adds the tables of details.
+    """
+    yield from _headline(document)
     if not document["coverage"]:
         yield "  A trace failed its verification, so no number of this model is shown."
         return
     yield ""
-    selectors = settings["selectors"]
-    yield from table(
-        list(_coverage_rows(document["coverage"], settings)),
-        ["budget", "pages", *selectors, f"{selectors[0]} total"],
-        ("right",) * (3 + len(selectors)),
-    )
-    if len(traces) > 1:
-        yield ""
-        yield from _alone(traces, settings)
-    yield ""
-    yield from _required(document["required_budget"], selectors)
+    parts = [_coverage(document)]
+    if len(document["traces"]) > 1:
+        parts.append(_alone(document))
+    parts += [_gap(document), _dense(document)]
+    if verbose:
+        parts += detail_blocks(document)
     if document["skipped_units"]:
-        yield f"  {document['skipped_units']} units without eligible mass were skipped."
+        parts.append(
+            iter([f"  {_count(document['skipped_units'], 'unit')} skipped: no eligible mass."])
+        )
+    yield from blocks(parts)
 
 
 def gate_lines(gates: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -65,16 +59,48 @@ def gate_lines(gates: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if gate["observed"] is None:
             yield from wrap(gate["reason"], indent)
         else:
-            checks = ", ".join(
-                f"{check['selector']} {share(check['observed'])}" for check in gate["checks"]
-            )
             yield from wrap(
                 f"{gate['subject']}, budget {percent(gate['budget'])}, {gate['page_size']}-token "
-                f"pages: {checks}; required {share(gate['required'])}",
+                f"pages{gate_scope(gate)}: {_checks(gate)}",
                 indent,
             )
+        if gate["verdict"] == "INCONCLUSIVE":
+            yield from wrap(gate["reason"], indent)
         for note in gate["notes"]:
             yield from wrap(note, indent)
+
+
+def _checks(gate: Mapping[str, Any]) -> str:
+    """Return every demand with what each selector has: ``oracle 0.2056; required 0.9500``."""
+    texts = []
+    for measure in dict.fromkeys(check["measure"] for check in gate["checks"]):
+        checks = [check for check in gate["checks"] if check["measure"] == measure]
+        values = ", ".join(
+            f"{check['selector']} {measured(measure, check['observed'])}" for check in checks
+        )
+        kind = {"coverage": "", "required_budget": f"budget for {gate['coverage']}: "}
+        name = kind.get(measure, f"{NAMES[measure]}: ")
+        bound = "allowed" if measure in ("output_error", "required_budget") else "required"
+        texts.append(f"{name}{values}; {bound} {measured(measure, checks[0]['required'])}")
+    return "; ".join(texts)
+
+
+def _headline(document: Document) -> Iterator[str]:
+    settings, traces = document["settings"], document["traces"]
+    model, attention = traces[0]["model"], document["attention"]
+    about = ", ".join(str(model[key]) for key in ("architecture", "quantization") if model.get(key))
+    yield f"{document['subject']} ({about})"
+    for trace in traces:
+        yield f"  {_trace_line(trace)}"
+    yield (
+        f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
+        f"{_recent(settings['recent'])}; eligible mass {share(attention['eligible_mass'])}"
+    )
+    if attention["support"] is not None:
+        yield (
+            f"  a query head spreads its eligible mass over {attention['support']:.0f} tokens "
+            f"(exp of entropy); the hottest holds {share(attention['hottest'])}"
+        )
 
 
 def _trace_line(trace: Mapping[str, Any]) -> str:
@@ -98,50 +124,90 @@ def _trace_line(trace: Mapping[str, Any]) -> str:
     )
 
 
-def _coverage_rows(
-    coverage: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]
-) -> Iterator[list[str]]:
-    found = {(row["budget"], row["selector"]): row for row in coverage}
-    for budget in settings["budgets"]:
-        rows = [found[budget, selector] for selector in settings["selectors"]]
-        fewest, most = rows[0]["pages"]
-        yield [
-            percent(budget),
-            str(fewest) if fewest == most else f"{fewest}-{most}",
-            *(share(row["coverage"]) for row in rows),
-            share(rows[0]["total_mass"]),
-        ]
-
-
-def _alone(traces: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the coverage of each pooled trace, a row per selector and a column per budget."""
-    budgets = settings["budgets"]
+def _coverage(document: Document) -> Iterator[str]:
+    """Yield coverage by selector and budget, and the budgets required for some coverages."""
+    budgets, selectors = document["settings"]["budgets"], document["settings"]["selectors"]
+    found = {(row["budget"], row["selector"]): row for row in document["coverage"]}
+    needed = {
+        (row["selector"], row["coverage"]): row["budget"] for row in document["required_budget"]
+    }
+    coverages = sorted({coverage for _, coverage in needed})
     rows = []
+    for selector in selectors:
+        held = [share(found[budget, selector]["coverage"]) for budget in budgets]
+        required = [needed[selector, coverage] for coverage in coverages]
+        rows.append(
+            [
+                selector,
+                *held,
+                *(UNDEFINED if value is None else percent(value) for value in required),
+            ]
+        )
+    pages = [found[budget, selectors[0]]["pages"] for budget in budgets]
+    counts = [str(few) if few == many else f"{few}-{many}" for few, many in pages]
+    rows.append(["pages per KV head", *counts, *("" for _ in coverages)])
+    headers = ["coverage at", *map(percent, budgets), *(f"for {value}" for value in coverages)]
+    yield from table(rows, headers, ("left", *("right" for _ in headers[1:])))
+
+
+def _alone(document: Document) -> Iterator[str]:
+    """Yield the coverage of each pooled trace, a row per selector and a column per budget."""
+    traces, settings = document["traces"], document["settings"]
     names = distinct([shorten(trace["workload"]["name"], 30) for trace in traces])
-    for name, trace in zip(names, traces, strict=True):
-        found = {(row["budget"], row["selector"]): row["coverage"] for row in trace["coverage"]}
-        for selector in settings["selectors"]:
-            values = [share(found[budget, selector]) for budget in budgets]
-            rows.append([f"{name}: {selector}", *values])
-    headers = ["each alone", *(percent(budget) for budget in budgets)]
-    yield from table(rows, headers, ("left", *("right" for _ in budgets)))
-
-
-def _required(rows: Sequence[Mapping[str, Any]], selectors: Sequence[str]) -> Iterator[str]:
-    found = {(row["selector"], row["coverage"]): row["budget"] for row in rows}
-    coverages = sorted({row["coverage"] for row in rows})
-    needed = [
-        [
-            str(coverage),
-            *(
-                UNDEFINED if found[name, coverage] is None else percent(found[name, coverage])
-                for name in selectors
-            ),
-        ]
-        for coverage in coverages
+    rows = [
+        {**row, "name": f"{name}: {row['selector']}"}
+        for name, trace in zip(names, traces, strict=True)
+        for row in trace["coverage"]
     ]
-    headers = ["budget for", *selectors]
-    yield from table(needed, headers, ("right",) * len(headers))
+    yield from by_budget("each alone", rows, "name", "coverage", settings["budgets"], share)
+
+
+def _gap(document: Document) -> Iterator[str]:
+    """Yield where the mass is lost that the first selector in use does not hold."""
+    rows = document["gap"]
+    if not rows:
+        return
+    selector = rows[0]["selector"]
+    strides = document["strides"]
+    apart = (
+        "" if not strides else f", {'-'.join(map(str, strides[:: len(strides) - 1 or 1]))} apart"
+    )
+    texts = [
+        [
+            percent(row["budget"]),
+            share(row["diffuse"]),
+            share(row["granularity"]),
+            share(row["selection"]),
+            share(row["staleness"]),
+            share(row["shortfall"]),
+        ]
+        for row in rows
+        if row["selector"] == selector
+    ]
+    headers = ["lost at", "diffuse", "page granularity", selector, f"stale{apart}", "sum"]
+    yield from table(texts, headers, ("left", *("right" for _ in headers[1:])))
+
+
+def _dense(document: Document) -> Iterator[str]:
+    """Yield which layers should stay resident, for the largest coverage and budget."""
+    if not document["dense_layers"]:
+        return
+    row = document["dense_layers"][-1]
+    n_layer = len({row["layer"] for row in document["layers"]})
+    dense = row["layers"]
+    if not dense:
+        text = f"no layer of {n_layer}: the best pages hold {row['coverage']} in each"
+    elif len(dense) == n_layer:
+        text = f"all {n_layer} layers: in none do the best pages hold {row['coverage']}"
+    else:
+        text = f"{ranges(dense)} ({len(dense)} of {n_layer}); the others: oracle " + share(
+            row["oracle_of_others"]
+        )
+        if row["landmark_of_others"] is not None:
+            text += f", landmark {share(row['landmark_of_others'])}"
+    yield from wrap(
+        f"Dense at {percent(row['budget'])}, to keep resident for {row['coverage']}: {text}.", "  "
+    )
 
 
 def _count(number: int, noun: str) -> str:

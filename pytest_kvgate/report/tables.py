@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tabulate import tabulate
+
+from pytest_kvgate.analysis.wording import percent
 
 WIDTH = 100
 INDENT = "  "
@@ -43,6 +46,39 @@ def table(
             [headers[column] for column in kept],
             [align[column] for column in kept],
         )
+
+
+def by_budget(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    key: str,
+    budgets: Sequence[float],
+    written: Callable[[Any], str],
+) -> Iterator[str]:
+    """Yield a table of ``rows[…][key]``, a row per ``rows[…][name]`` and a column per budget.
+
+    What no row has a number for is left out.
+    """
+    found = {(row[name], row["budget"]): row[key] for row in rows}
+    names = dict.fromkeys(row[name] for row in rows)
+    known = [item for item in names if any(found[item, budget] is not None for budget in budgets)]
+    if known:
+        texts = [[item, *(written(found[item, budget]) for budget in budgets)] for item in known]
+        yield from table(
+            texts, [title, *map(percent, budgets)], ("left", *("right" for _ in budgets))
+        )
+
+
+def blocks(parts: Iterable[Iterator[str]]) -> Iterator[str]:
+    """Yield the lines of several blocks, empty lines between those that have any."""
+    printed = False
+    for part in parts:
+        for position, line in enumerate(part):
+            if printed and not position:
+                yield ""
+            yield line
+            printed = True
 
 
 def shorten(text: str, width: int) -> str:

@@ -1,12 +1,21 @@
 """A captured trace: what attention read at sampled decode steps, on disk and in memory."""
 
 from pytest_kvgate.trace.errors import TraceError
-from pytest_kvgate.trace.model import UNROUNDED, Layer, Reference, Step, Trace, Verification
+from pytest_kvgate.trace.model import (
+    UNROUNDED,
+    FloatArray,
+    Layer,
+    Reference,
+    Step,
+    Trace,
+    Verification,
+)
 from pytest_kvgate.trace.reader import load_trace
 from pytest_kvgate.trace.writer import TraceWriter
 
 __all__ = [
     "UNROUNDED",
+    "FloatArray",
     "Layer",
     "Reference",
     "Step",

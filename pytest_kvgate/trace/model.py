@@ -68,6 +68,13 @@ class Layer:
         group = self.group_size
         return slice(kv_head * group, (kv_head + 1) * group)
 
+    @property
+    def unrotated_dims(self) -> slice | None:
+        """The dims that RoPE never turns; None unless there are both kinds."""
+        if not 0 < self.n_rot < self.head_dim:
+            return None
+        return slice(self.n_rot, self.head_dim)
+
 
 @dataclass(frozen=True)
 class Verification:

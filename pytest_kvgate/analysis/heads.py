@@ -1,0 +1,135 @@
+"""One KV head at a block of sampled steps, cut into pages: masses, ranks and what they hold.
+
+Arrays run over the steps of the block and over the N pages from the first eligible page to the last
+one that any step of the trace may select; pages that are not eligible yet have no mass and rank
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.analysis.masses import GroupAttention
+from pytest_kvgate.analysis.outputs import output_errors
+from pytest_kvgate.analysis.pages import BlockPages
+from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE, rank
+from pytest_kvgate.trace import FloatArray
+
+
+@dataclass(frozen=True)
+class HeadPages:
+    """One KV head: how its group's mass lies on pages, and how selectors rank them.
+
+    ``page_mass`` is ``[n_step, N]`` float32, summed over the group's query heads, as are
+    ``eligible`` and ``total``, ``[n_step]`` float64; ``total`` counts real tokens only.
+    ``eligible_share``, ``support`` and ``hottest`` are ``[n_step]``, means over query heads.
+    ``scores`` and ``orders`` have ``[n_step, N]`` per selector of pages, the order as page numbers
+    less the first; ``curves`` are ``[n_step, N + 1]`` float64, the share of the eligible mass held
+    by the first 0, 1, … N pages, for token-oracle by as many tokens as they have.
+    ``output_errors`` are ``[n_step, n_budget]``, means over query heads, empty without values.
+    """
+
+    page_mass: NDArray[np.float32]
+    eligible: NDArray[np.float64]
+    total: NDArray[np.float64]
+    eligible_share: NDArray[np.float64]
+    support: NDArray[np.float64]
+    hottest: NDArray[np.float64]
+    scores: Mapping[str, NDArray[np.float32]]
+    orders: Mapping[str, NDArray[np.int64]]
+    curves: Mapping[str, NDArray[np.float64]]
+    output_errors: Mapping[str, NDArray[np.float64]]
+
+
+def head_pages(
+    attention: GroupAttention,
+    token_mass: NDArray[np.float32],
+    pages: BlockPages,
+    selectors: tuple[str, ...],
+    page_scores: Mapping[str, NDArray[np.float32]],
+    values: FloatArray | None,
+) -> HeadPages:
+    """Cut the attention of one KV head into pages and rank them.
+
+    ``token_mass`` is ``[n_step, n_token]``; ``page_scores`` are ``[n_step, N]`` of every selector
+    but the oracles; ``values`` is ``[n_token, d_v]`` or None.
+    """
+    eligible = pages.is_eligible
+    by_page = _pad(token_mass[:, pages.positions], pages).reshape(*eligible.shape, -1)
+    by_page = np.where(eligible[..., None], by_page, np.float32(0))
+    # a product with ones is the fastest sum over a short axis
+    page_mass = by_page @ np.ones(pages.grid.page_size, dtype=np.float32)
+    inside = attention.inside(pages.positions.start, pages.ends)
+    everything = attention.inside(0, np.full(len(eligible), attention.edges[-1]))
+    eligible_heads, total_heads = attention.mass(inside), attention.mass(everything)
+    support, hottest = attention.shape(inside)
+    with np.errstate(invalid="ignore"):  # a learned sink can leave a head no mass at all
+        share = eligible_heads / total_heads
+    scores = {
+        name: page_mass if name == ORACLE else page_scores[name]
+        for name in selectors
+        if name != TOKEN_ORACLE
+    }
+    orders = {
+        name: rank(np.where(eligible, found, np.float32(-np.inf))) for name, found in scores.items()
+    }
+    curves = {
+        name: _curve(np.take_along_axis(page_mass, order, axis=1)) for name, order in orders.items()
+    }
+    if TOKEN_ORACLE in selectors:
+        curves[TOKEN_ORACLE] = _curve(_best_tokens(by_page))
+    errors: Mapping[str, NDArray[np.float64]] = {}
+    if values is not None:
+        errors = output_errors(attention, inside, everything, pages, orders, values)
+    return HeadPages(
+        page_mass=page_mass,
+        eligible=eligible_heads.sum(axis=1),
+        total=total_heads.sum(axis=1),
+        eligible_share=_head_mean(share),
+        support=_head_mean(support),
+        hottest=_head_mean(hottest),
+        scores=scores,
+        orders=orders,
+        curves=curves,
+        output_errors=errors,
+    )
+
+
+def _pad(masses: NDArray[np.float32], pages: BlockPages) -> NDArray[np.float32]:
+    """Append the positions that no step of this block sees, though a later one does."""
+    missing = pages.n_page * pages.grid.page_size - masses.shape[1]
+    return np.pad(masses, ((0, 0), (0, missing))) if missing else masses
+
+
+def _best_tokens(by_page: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the mass of the best page_size tokens, of the next ones, and so on."""
+    n_step, n_page, page_size = by_page.shape
+    ascending = np.sort(by_page.reshape(n_step, -1), axis=1)
+    ones = np.ones(page_size, dtype=np.float32)
+    return (ascending.reshape(n_step, n_page, page_size) @ ones)[:, ::-1]
+
+
+def _curve(ranked: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the cumulative share of ``[n_step, N]`` masses, from 0 to exactly 1.
+
+    A step without any mass keeps a curve of zeros; it is not counted.
+    """
+    curve = np.zeros((len(ranked), ranked.shape[1] + 1))
+    np.cumsum(ranked, axis=1, dtype=np.float64, out=curve[:, 1:])
+    whole = curve[:, -1:]
+    np.divide(curve, whole, out=curve, where=whole > 0)
+    return curve
+
+
+def _head_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean over heads of ``[n_step, G]``, leaving out those that are NaN."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=1)
+    total = np.where(known, values, 0.0).sum(axis=1)
+    mean: NDArray[np.float64] = np.full(len(values), np.nan)
+    np.divide(total, count, out=mean, where=count > 0)
+    return mean

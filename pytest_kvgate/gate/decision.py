@@ -1,0 +1,213 @@
+"""The verdict: is a gate met by a profile, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from pytest_kvgate.analysis import SOFTMAX_REFERENCE, SOFTMAX_TOLERANCE, Profile, UndefinedError
+from pytest_kvgate.analysis.findings import dense_layers
+from pytest_kvgate.analysis.pages import BUDGET_GRID
+from pytest_kvgate.analysis.wording import percent
+from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
+from pytest_kvgate.gate.observation import observe
+from pytest_kvgate.gate.reasons import go_reason, missed_reason, open_reason
+
+#: A verified error above this is passed on to the reader of a verdict.
+UNUSUAL_ERROR = 1e-5
+#: An interval that rests on fewer steps or traces than this is passed on, too.
+FEW = 10
+
+
+def decide(gate_id: str, subject: str, gate: Gate, profile: Profile) -> GateResult:
+    """Judge one gate on the pooled profile of one model.
+
+    The profile must hold the gate's budgets, coverages and `Gate.needed_selectors`, at the gate's
+    page size.
+    """
+    page_size = profile.grid.page_size
+    notes = tuple(_notes(gate, profile))
+    invalid = _invalid_reason(gate, profile)
+    if invalid is not None:
+        return unanswered(gate_id, subject, gate, "INVALID", invalid, page_size, notes)
+    try:
+        checks = tuple(_checks(gate, profile))
+    except UndefinedError as error:
+        return unanswered(gate_id, subject, gate, "INVALID", str(error), page_size, notes)
+    states = {check.state for check in checks}
+    verdict: Verdict = "GO"
+    if states != {"ok"}:
+        verdict = "NO-GO" if "missed" in states else "INCONCLUSIVE"
+    result = GateResult(
+        gate_id=gate_id,
+        subject=subject,
+        gate=gate,
+        page_size=page_size,
+        checks=checks,
+        verdict=verdict,
+        reason="",
+        others={},
+        notes=(*notes, *_notes_on_intervals(checks)),
+    )
+    deciding = result.deciding
+    checked = {check.selector for check in checks if check.demand == deciding.demand}
+    others = _others(gate, profile, deciding.demand, checked)
+    explain = {"GO": go_reason, "NO-GO": missed_reason, "INCONCLUSIVE": open_reason}[verdict]
+    return replace(
+        result,
+        reason=explain(gate, profile, deciding),
+        others=others,
+        worst_layers=_worst_layers(gate, profile, deciding),
+        dense_layers=_dense_layers(gate, profile),
+        n_layer=len(profile.layers if gate.layers is None else gate.layers),
+    )
+
+
+def unanswered(
+    gate_id: str,
+    subject: str,
+    gate: Gate,
+    verdict: Verdict,
+    reason: str,
+    page_size: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> GateResult:
+    """Return the result of a gate that could not be judged, with nothing observed."""
+    checks = tuple(
+        Check(demand, name, None)
+        for demand in gate.demands
+        for name in gate.checked_selectors(demand)
+    )
+    return GateResult(
+        gate_id, subject, gate, page_size, checks, verdict, reason, others={}, notes=notes
+    )
+
+
+def distrust_reason(profile: Profile) -> str | None:
+    """Say which trace failed its verification, or return None where none did."""
+    for trace in profile.traces:
+        verification = trace.verification
+        if verification is None:
+            continue
+        # a trace may bring a wider tolerance along, but buys nothing with it
+        tolerance = min(verification.tolerance, SOFTMAX_TOLERANCE)
+        if verification.status == "failed" or verification.max_abs_error > tolerance:
+            return (
+                f"the capture of {trace.label} failed its verification: recomputed "
+                f"{verification.reference} and the model's own differ by up to "
+                f"{verification.max_abs_error:.2g}, where {tolerance:g} is tolerated. "
+                "None of its numbers can be believed; report it with the model's architecture, the "
+                "cache type and the llama-cpp-python version."
+            )
+    return None
+
+
+def _checks(gate: Gate, profile: Profile) -> Iterator[Check]:
+    for demand in gate.demands:
+        for selector in gate.checked_selectors(demand):
+            check = Check(demand, selector, observe(gate, profile, demand, selector))
+            if gate.confidence is None:
+                yield check
+                continue
+            name, budget, required = demand.measure, gate.budget, demand.threshold
+            if demand.measure == "required_budget":
+                # it is small enough exactly if the budget allowed reaches the coverage
+                assert gate.coverage is not None
+                name, budget, required = "coverage", on_grid(demand.threshold), gate.coverage
+            assert budget is not None
+            found = profile.interval(
+                name, selector, budget, gate.scope, gate.layers, gate.confidence
+            )
+            yield replace(check, confident=True, interval=found, interval_required=required)
+
+
+def _others(
+    gate: Gate, profile: Profile, demand: Demand, checked: Iterable[str]
+) -> dict[str, float]:
+    """Return the deciding measure of the selectors that were not checked, where defined."""
+    found = {}
+    for name in profile.selectors:
+        if name not in checked:
+            try:
+                value = observe(gate, profile, demand, name)
+            except UndefinedError:
+                continue
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def _worst_layers(gate: Gate, profile: Profile, check: Check) -> tuple[tuple[int, float], ...]:
+    """Return the layers where the deciding selector does worst; none for a required budget."""
+    measure = check.demand.measure
+    if measure == "required_budget" or gate.budget is None:
+        return ()
+    samples = profile.samples(measure, check.selector, gate.budget, gate.layers)
+    sign = 1 if samples.ascending else -1
+    layers = sorted(samples.by_layer().items(), key=lambda item: (sign * item[1], item[0]))
+    return tuple(layers[:3])
+
+
+def _dense_layers(gate: Gate, profile: Profile) -> tuple[int, ...]:
+    """Return the layers of which even the best pages hold less than what is demanded."""
+    if gate.min_coverage is None or gate.budget is None:
+        return ()
+    dense = dense_layers(profile, gate.budget, gate.min_coverage)
+    return tuple(layer for layer in dense if gate.layers is None or layer in gate.layers)
+
+
+def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
+    distrust = distrust_reason(profile)
+    if distrust is not None:
+        return distrust
+    missing = sorted(set(gate.layers or ()) - set(profile.layers))
+    if missing:
+        return (
+            f"layer {missing[0]} of layers={list(gate.layers or ())} holds no unit that counts: it "
+            "is not a layer of this model with a KV cache and without a sliding window. Accepted: "
+            f"{', '.join(map(str, profile.layers))}."
+        )
+    for budget in gate.measured_budgets:
+        reason = profile.undefined_reason(budget)
+        if reason is not None:
+            enough = next((grid for grid in BUDGET_GRID if profile.is_defined(grid)), None)
+            smallest = "" if enough is None else f" (from {percent(enough)} on it buys one)"
+            return (
+                f"{reason}. Raise the budget{smallest}, lengthen the prompt, or use smaller pages."
+            )
+    return None
+
+
+def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
+    if all(
+        profile.grid.pages_for(gate.main_budget, step.n_visible) >= end - first
+        for trace in profile.traces
+        for step in trace.steps
+        for first, end in [profile.grid.eligible(step.n_visible)]
+    ):
+        yield "the budget buys every eligible page, so nothing was selected"
+    references = {trace.verification.reference for trace in profile.traces if trace.verification}
+    for reference in sorted(references - {SOFTMAX_REFERENCE}):
+        yield f"compared with {reference!r}, not with the model's own softmax"
+    checked = [trace.verification for trace in profile.traces if trace.verification is not None]
+    if len(checked) < len(profile.traces):
+        yield "unverified trace: never compared with the model's own softmax"
+    worst = max((verification.max_abs_error for verification in checked), default=0.0)
+    if UNUSUAL_ERROR < worst <= SOFTMAX_TOLERANCE:
+        yield (
+            f"verified to {worst:.1e} only; right reads lie near 1e-6 on the CPU, so look into it "
+            "unless this ran on a GPU"
+        )
+
+
+def _notes_on_intervals(checks: Iterable[Check]) -> Iterator[str]:
+    found = next((check.interval for check in checks if check.interval is not None), None)
+    if found is None:
+        return
+    if found.n < FEW:
+        yield f"the interval rests on {found.n} {found.drawn} only"
+    if found.drawn == "steps":
+        yield (
+            "the interval is over steps of the captured texts; they resemble each other, so it "
+            "says less of other texts than several prompts would"
+        )

@@ -1,0 +1,58 @@
+"""How the numbers of gates and costs are written, the same in a failure and in the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_kvgate.analysis.wording import UNDEFINED, percent, share
+
+#: What a measure is called in a sentence and above a column.
+NAMES = {
+    "coverage": "coverage",
+    "total_mass": "total mass",
+    "output_error": "output error",
+    "hit_rate": "hit rate",
+    "required_budget": "required budget",
+}
+
+
+def measured(measure: str, value: float | None) -> str:
+    """Write a number of a gate: a budget as a percentage, all else as a share."""
+    if measure == "required_budget":
+        return UNDEFINED if value is None else percent(value)
+    return share(value)
+
+
+def bytes_text(value: float | None) -> str:
+    """Write a number of bytes in the largest unit of at least 1: 1536 → 1.5 KiB."""
+    if value is None:
+        return UNDEFINED
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def ranges(numbers: list[int]) -> str:
+    """Write ascending whole numbers with runs joined: 0, 1, 2, 5 → 0-2, 5."""
+    parts: list[str] = []
+    start = None
+    for position, number in enumerate(numbers):
+        start = number if start is None else start
+        last = position + 1 == len(numbers) or numbers[position + 1] != number + 1
+        if last:
+            parts.append(str(number) if start == number else f"{start}-{number}")
+            start = None
+    return ", ".join(parts)
+
+
+def gate_scope(gate: Mapping[str, Any]) -> str:
+    """Say what a gate's number is of, where it is not the mean over everything."""
+    text = {"mean": "", "worst-layer": ", worst layer", "p05": ", worst 5% of units"}[gate["scope"]]
+    if gate["layers"] is not None:
+        text += f", layers {ranges(gate['layers'])}"
+    if gate["confidence"] is not None:
+        text += f", confidence {percent(gate['confidence'])}"
+    return text
