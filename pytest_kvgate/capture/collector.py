@@ -112,7 +112,7 @@ class Collector:
         self._writer.write_array(index, "q", np.stack(record.queries))
         if read.sinks is not None:
             self._writer.write_array(index, "sinks", read.sinks)
-        return {
+        entry: dict[str, Any] = {
             "index": index,
             "n_head": n_head,
             "n_head_kv": read.n_head_kv,
@@ -121,8 +121,11 @@ class Collector:
             "softcap": read.softcap,
             "alibi_slopes": alibi_slopes(n_head, read.max_bias),
             "window": self._window(index, record.spans, sliding_window),
-            "n_rot": min(read.n_rot, head_dim),
+            "n_rot": read.n_rot,
         }
+        if read.rotated_last:
+            entry["rotated_last"] = True
+        return entry
 
     def _window(self, index: int, spans: list[int], sliding_window: int) -> int | None:
         """Return a layer's sliding window from how many positions it saw at each step."""

@@ -16,13 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.engine.errors import EngineError
-from pytest_kvgate.engine.ggml import FloatArray, Ggml, Tensor, float_params, source
-
-#: GGML_TENSOR_FLAG_INPUT
-INPUT_FLAG = 1
-
-#: Operations that only move data; between an operand and what computed it.
-MOVES = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY"})
+from pytest_kvgate.engine.ggml import MOVES, FloatArray, Ggml, Tensor, float_params, source
+from pytest_kvgate.engine.rotary import find_rotation, rotary_dims
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,8 @@ class AttentionRead:
     weights ``[n_head, n_cell]`` float32; both work during ``on_read`` only. ``mask`` is
     ``[n_cell]``: minus infinity where hidden. ``rotation`` is the orthonormal ``[r, r]`` matrix
     that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
-    that RoPE turns. ``shared_keys`` marks a layer that reads another layer's cache.
+    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
+    a layer that reads another layer's cache.
     """
 
     index: int
@@ -50,6 +46,7 @@ class AttentionRead:
     sinks: NDArray[np.float32] | None
     rotation: NDArray[np.float32] | None
     n_rot: int
+    rotated_last: bool
     shared_keys: bool
 
 
@@ -124,7 +121,7 @@ class AttentionHook:
             if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
                 values = self._ggml.read(queries)
                 self._queries[address] = np.asarray(values[:, 0], dtype=np.float32)
-                rotation = self._find_rotation(queries)
+                rotation = find_rotation(self._ggml, queries)
                 if rotation is not None and self._rotation is None:
                     self._rotation = self._read_rotation(rotation)
             return
@@ -155,7 +152,8 @@ class AttentionHook:
         shared = address in self._caches
         self._caches.add(address)
         sinks = source(node, 2)
-        rotated = self._find_rotation(queries) is not None
+        rotated = find_rotation(self._ggml, queries) is not None
+        n_rot, rotated_last = rotary_dims(self._ggml, queries)
         ggml = self._ggml
 
         def read_keys(n_cell: int) -> FloatArray:
@@ -174,7 +172,8 @@ class AttentionHook:
             max_bias=float(float_params(node)[1]),
             sinks=None if sinks is None else np.asarray(ggml.read(sinks)[0, 0], dtype=np.float32),
             rotation=self._rotation if rotated else None,
-            n_rot=self._rotary_dims(queries),
+            n_rot=n_rot,
+            rotated_last=rotated_last,
             shared_keys=shared,
         )
 
@@ -214,19 +213,6 @@ class AttentionHook:
             current = source(current, 0)
         return None, outer, None
 
-    def _find_rotation(self, queries: Tensor) -> Tensor | None:
-        """Return the matrix that rotates q for a quantized cache, where there is one."""
-        current: Tensor | None = queries
-        while current is not None and self._ggml.op(current) in MOVES:
-            current = source(current, 0)
-        if current is None or self._ggml.op(current) != "MUL_MAT":
-            return None
-        matrix = source(current, 0)
-        # Unlike a weight, the rotation is an input of the graph.
-        if matrix is None or not matrix.flags & INPUT_FLAG or matrix.ne[0] != matrix.ne[1]:
-            return None
-        return matrix
-
     def _read_rotation(self, matrix: Tensor) -> NDArray[np.float32]:
         rotation = np.asarray(self._ggml.read(matrix)[0], dtype=np.float32)
         if not np.allclose(rotation @ rotation.T, np.eye(len(rotation)), atol=1e-4):
@@ -235,25 +221,6 @@ class AttentionHook:
                 "K cannot be brought back to the model's own basis."
             )
         return rotation
-
-    def _rotary_dims(self, queries: Tensor) -> int:
-        """Return how many dims RoPE turned on the way to q; 0 where it never did."""
-        current: Tensor | None = queries
-        for _ in range(16):
-            if current is None:
-                return 0
-            operation = self._ggml.op(current)
-            if operation == "ROPE":
-                return int(current.op_params[1])
-            if operation == "MUL_MAT" and self._find_rotation(current) is not None:
-                current = source(current, 1)
-            elif operation in MOVES or operation in ("SCALE", "MUL", "RMS_NORM", "NORM"):
-                current = source(current, 0)
-            elif operation == "CONCAT":  # MLA joins the position-free part with the rotated one
-                current = source(current, 1) or source(current, 0)
-            else:
-                return 0
-        return 0
 
 
 def _layer_index(node: Tensor, ordinal: int) -> int:

@@ -38,7 +38,8 @@ class Layer:
     ``k`` is ``[n_head_kv, n_token, head_dim]`` float16 or float32, after RoPE and the cache's
     rounding, row ``j`` = position ``j``. ``q`` is ``[n_step, n_head, head_dim]`` float32. ``v`` is
     like ``k`` or None; ``sinks`` is ``[n_head]`` float32 logits or None. ``window`` is the sliding
-    window in tokens, None for a layer that attends to the whole context.
+    window in tokens, None for a layer that attends to the whole context. RoPE turns ``n_rot`` dims
+    of a head, the first ones or, where ``rotated_last``, the last.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Layer:
     q: FloatArray
     v: FloatArray | None = None
     sinks: FloatArray | None = None
+    rotated_last: bool = False
 
     def __repr__(self) -> str:
         return f"<Layer {self.index}: {self.n_head} query heads on {self.n_head_kv} KV heads>"
@@ -67,6 +69,15 @@ class Layer:
         """The query heads that read a KV head: ``h // G == kv_head``."""
         group = self.group_size
         return slice(kv_head * group, (kv_head + 1) * group)
+
+    @property
+    def unrotated_dims(self) -> slice | None:
+        """The dims of a head that RoPE never turns; None where it turns all of them or none."""
+        if not 0 < self.n_rot < self.head_dim:
+            return None
+        if self.rotated_last:
+            return slice(0, self.head_dim - self.n_rot)
+        return slice(self.n_rot, self.head_dim)
 
 
 @dataclass(frozen=True)
