@@ -1,8 +1,9 @@
-"""The hook at the attention operation: q, K, mask and softmax of every KV layer, as computed.
+"""The hook at the attention operation: what every KV layer read and computed, as it did.
 
 llama.cpp calls the hook for every graph node, before it is computed (``ask``) and, where wanted,
 after. Attention is recognised by operation, never by tensor name: a ``SOFT_MAX`` with a mask whose
-input leads back to the product of q and a view of the KV cache.
+input leads back to the product of q and a view of the KV cache, and the product of V and that
+softmax.
 """
 
 from __future__ import annotations
@@ -50,8 +51,25 @@ class AttentionRead:
     shared_keys: bool
 
 
+@dataclass(frozen=True)
+class ValueRead:
+    """The product of V and the softmax of the attention node with the same ``index``.
+
+    ``read_values(n)`` copies V of the first n cells of the cache, ``[n_head_kv, n, d_v]``, and
+    ``read_output()`` what the product gave, ``[n_head, d_v]`` float32; both work during
+    ``on_values`` only.
+    """
+
+    index: int
+    read_values: Callable[[int], FloatArray]
+    read_output: Callable[[], NDArray[np.float32]]
+
+
 class AttentionHook:
     """Calls ``on_read`` for each attention node of a decode step while it is armed.
+
+    ``on_values``, where there is one, is called for the product with V, after the layer's
+    ``on_read``; not for layers that read another layer's cache.
 
     An exception cannot cross the C library; it is kept, stops the graph, and is raised by
     `raise_pending` once the library has returned.
@@ -60,18 +78,26 @@ class AttentionHook:
     def __init__(self, ggml: Ggml) -> None:
         self._ggml = ggml
         self._on_read: Callable[[AttentionRead], None] | None = None
+        self._on_values: Callable[[ValueRead], None] | None = None
         self._error: BaseException | None = None
         self._queries: dict[int, NDArray[np.float32]] = {}
         self._rotation: NDArray[np.float32] | None = None
         self._caches: set[int] = set()
+        self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
 
-    def arm(self, on_read: Callable[[AttentionRead], None]) -> None:
-        """Report the attention nodes of the next decode step."""
+    def arm(
+        self,
+        on_read: Callable[[AttentionRead], None],
+        on_values: Callable[[ValueRead], None] | None = None,
+    ) -> None:
+        """Report the attention nodes of the next decode step, and their V where it is asked for."""
         self._on_read = on_read
+        self._on_values = on_values
         self._queries.clear()
         self._rotation = None
         self._caches.clear()
+        self._softmaxes.clear()
         self._count = 0
 
     def disarm(self) -> int:
@@ -103,6 +129,8 @@ class AttentionHook:
     def _wanted(self, node: Tensor) -> bool:
         operation = self._ggml.op(node)
         if operation == "MUL_MAT":
+            if self._read_of_values(node) is not None:
+                return True
             keys, operand = source(node, 0), source(node, 1)
             if keys is None or operand is None or not keys.view_src:
                 return False
@@ -116,6 +144,10 @@ class AttentionHook:
 
     def _computed(self, address: int, node: Tensor) -> None:
         if self._ggml.op(node) == "MUL_MAT":
+            attention = self._read_of_values(node)
+            if attention is not None:
+                self._report_values(node, attention)
+                return
             queries = source(node, 1)
             # q is copied here, at its product: the scheduler may reuse its memory right after.
             if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
@@ -129,6 +161,36 @@ class AttentionHook:
         if read is not None and self._on_read is not None:
             self._count += 1
             self._on_read(read)
+            if self._on_values is not None and not read.shared_keys:
+                self._softmaxes[address] = read
+
+    def _read_of_values(self, node: Tensor) -> AttentionRead | None:
+        """Return whose softmax a ``MUL_MAT`` multiplies by V, where V is asked for."""
+        operand = source(node, 1) if self._softmaxes else None
+        softmax = None if operand is None else self._ggml.behind_moves(operand)
+        return None if softmax is None else self._softmaxes.get(ctypes.addressof(softmax))
+
+    def _report_values(self, node: Tensor, attention: AttentionRead) -> None:
+        values, ggml = source(node, 0), self._ggml
+        assert values is not None
+        assert self._on_values is not None
+        if values.ne[2] != attention.n_head_kv:
+            raise EngineError(
+                f"layer {attention.index} reads V of {values.ne[2]} KV heads and K of "
+                f"{attention.n_head_kv}, so V cannot be matched to the query heads. Capture "
+                "without values."
+            )
+
+        def read_values(n_cell: int) -> FloatArray:
+            return ggml.read(values)[:, :, :n_cell].transpose(0, 2, 1)  # lies there dim by dim
+
+        self._on_values(
+            ValueRead(
+                index=attention.index,
+                read_values=read_values,
+                read_output=lambda: np.asarray(ggml.read(node)[:, 0], dtype=np.float32),
+            )
+        )
 
     def _attention(self, node: Tensor) -> AttentionRead | None:
         """Collect one ``SOFT_MAX`` node; None where it is not attention over a cache."""

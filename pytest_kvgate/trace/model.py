@@ -84,8 +84,9 @@ class Layer:
 class Verification:
     """How far the recomputed attention lies from the model's own.
 
-    ``max_abs_error`` is the worst absolute difference of one attention weight, ``tolerance`` the
-    largest that is accepted, ``reference`` what it was compared with.
+    ``max_abs_error`` is the worst difference, of one attention weight or, where ``reference`` says
+    so, relative of one head's output; ``tolerance`` is the largest that is accepted, ``reference``
+    what was compared with.
     """
 
     max_abs_error: float
@@ -107,18 +108,21 @@ class Verification:
 
 @dataclass(frozen=True)
 class Reference:
-    """The model's own softmax at some sampled steps, to verify a capture against.
+    """What the model itself computed at some sampled steps, to verify a capture against.
 
     ``steps`` are indices into ``Trace.steps``. ``softmax[layer][i]`` is a path to an ``.npy`` file
     with ``[n_head, n_visible]`` float32, the weights the engine computed for layer position
     ``layer`` (into ``Trace.layers``) at step ``steps[i]``. ``queries`` maps the name of a rounding
     to one ``[len(steps), n_head, head_dim]`` float32 array per layer: q as the engine's matrix
     product may have rounded it, in the basis of the trace's K; ``UNROUNDED`` is among them.
+    ``outputs`` holds, where V was captured, one ``[n_head, d_v]`` float32 array per layer: the
+    product of softmax and V at the last of ``steps``, which is the last sampled one.
     """
 
     steps: tuple[int, ...]
     softmax: tuple[tuple[Path, ...], ...]
     queries: Mapping[str, tuple[FloatArray, ...]]
+    outputs: tuple[FloatArray, ...] | None = None
 
 
 @dataclass(frozen=True, repr=False)

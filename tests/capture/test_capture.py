@@ -404,6 +404,8 @@ def test_the_provenance_names_engine_cache_and_steps(captures: Captures) -> None
         "backend_version": llama_cpp.__version__,
         "flash_attention": False,
         "cache_type_k": "q8_0",
+        "cache_type_v": "f16",
+        "values": False,
         "n_gpu_layers": 0,
         "n_threads": 1,
         "steps": "0:17:8",
