@@ -35,15 +35,30 @@ WINDOW = 32
 PARTIAL_ROPE = 16
 MPT_MAX_BIAS = 4.0
 
+#: Latent attention (MLA): what K and V are compressed to, and the dims of a head that RoPE turns
+#: and that it does not.
+LATENT = 64
+MLA_ROPE = 32
+MLA_PLAIN = 40
+MLA_VALUE = 48
+
+#: Head dims of the windowed layers where an architecture has two kinds.
+WINDOWED_HEAD_DIM = 32
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What a tiny model looks like; ``n_embd`` must be ``64 * n_head`` for some architectures."""
+    """What a tiny model looks like; ``n_embd`` must be ``64 * n_head`` for some architectures.
+
+    ``sink`` is the mean logit of learned sinks, where there are any.
+    """
 
     n_head: int = 4
     n_head_kv: int = 2
     n_embd: int = N_EMBD
     n_context: int = 4096
+    n_layer: int = N_LAYER
+    sink: float = 3.0
 
 
 @dataclass
@@ -88,7 +103,7 @@ def tiny_model(
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(shape.n_context)
     writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(N_LAYER)
+    writer.add_block_count(shape.n_layer)
     _add_vocabulary(writer)
     build(writer, weights, shape)
     if countdown:
@@ -158,8 +173,8 @@ def _gated_ffn(weights: Weights, block: str, shape: Shape) -> None:
     weights.matrix(f"{block}.ffn_down.weight", shape.n_embd, N_FF, 0.5)
 
 
-def _blocks() -> list[str]:
-    return [f"blk.{index}" for index in range(N_LAYER)]
+def _blocks(n_layer: int = N_LAYER) -> list[str]:
+    return [f"blk.{index}" for index in range(n_layer)]
 
 
 def _llama(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
@@ -259,7 +274,7 @@ def _gpt_oss(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
         weights.vector(f"{block}.post_attention_norm.weight", shape.n_embd, 1.0)
         _attention(weights, block, shape)
         weights.vector(f"{block}.attn_output.bias", shape.n_embd)
-        weights.vector(f"{block}.attn_sinks.weight", shape.n_head, 3.0, 1.0)
+        weights.vector(f"{block}.attn_sinks.weight", shape.n_head, shape.sink, 1.0)
         weights.matrix(f"{block}.ffn_gate_inp.weight", n_expert, shape.n_embd)
         weights.vector(f"{block}.ffn_gate_inp.bias", n_expert)
         for name, n_out, n_in in (
@@ -275,6 +290,99 @@ def _gpt_oss(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
             ):
                 key = f"{block}.{name}.{suffix}"
                 weights.tensors[key] = weights.tensors[key].reshape(lengths)
+
+
+def _latent(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_head_count(shape.n_head)
+    writer.add_feed_forward_length(N_FF)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_kv_lora_rank(LATENT)
+    writer.add_rope_dimension_count(MLA_ROPE)
+    writer.add_rope_freq_base(ROPE_BASE)
+
+
+def _latent_attention(weights: Weights, block: str, shape: Shape) -> None:
+    n_head, n_embd = shape.n_head, shape.n_embd
+    weights.vector(f"{block}.attn_norm.weight", n_embd, 1.0)
+    weights.matrix(f"{block}.attn_kv_a_mqa.weight", LATENT + MLA_ROPE, n_embd, 1.4)
+    weights.vector(f"{block}.attn_kv_a_norm.weight", LATENT, 1.0)
+    weights.matrix(f"{block}.attn_output.weight", n_embd, n_head * MLA_VALUE, 0.5)
+    weights.vector(f"{block}.ffn_norm.weight", n_embd, 1.0)
+
+
+def _deepseek2(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
+    """MLA as it is cached today: one KV head holds the latent K and V and the turned dims."""
+    n_query = 24
+    _latent(writer, shape)
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(n_query)
+    writer.add_key_length(LATENT + MLA_ROPE)
+    writer.add_value_length(LATENT)
+    writer.add_key_length_mla(MLA_PLAIN + MLA_ROPE)
+    writer.add_value_length_mla(MLA_VALUE)
+    writer.add_leading_dense_block_count(shape.n_layer)
+    writer.add_expert_count(0)
+    writer.add_expert_used_count(0)
+    writer.add_expert_feed_forward_length(N_FF)
+    writer.add_expert_shared_count(0)
+    _embeddings(weights, shape)
+    for block in _blocks():
+        _latent_attention(weights, block, shape)
+        weights.matrix(f"{block}.attn_q_a.weight", n_query, shape.n_embd)
+        weights.vector(f"{block}.attn_q_a_norm.weight", n_query, 1.0)
+        n_out = shape.n_head * (MLA_PLAIN + MLA_ROPE)
+        weights.matrix(f"{block}.attn_q_b.weight", n_out, n_query, 1.4)
+        for name, lengths in (
+            ("attn_k_b", (shape.n_head, LATENT, MLA_PLAIN)),
+            ("attn_v_b", (shape.n_head, MLA_VALUE, LATENT)),
+        ):
+            key = f"{block}.{name}.weight"
+            weights.matrix(key, lengths[0] * lengths[1], lengths[2])
+            weights.tensors[key] = weights.tensors[key].reshape(lengths)
+        _gated_ffn(weights, block, shape)
+
+
+def _plm(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
+    """MLA that is spelled out before the cache: RoPE turns the last dims, and V is narrower."""
+    n_head, head_dim = shape.n_head, MLA_PLAIN + MLA_ROPE
+    _latent(writer, shape)
+    writer.add_head_count_kv(n_head)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(MLA_VALUE)
+    _embeddings(weights, shape, tied=True)
+    for block in _blocks():
+        _latent_attention(weights, block, shape)
+        weights.matrix(f"{block}.attn_q.weight", n_head * head_dim, shape.n_embd, 1.4)
+        weights.matrix(f"{block}.attn_kv_b.weight", n_head * (MLA_PLAIN + MLA_VALUE), LATENT)
+        weights.matrix(f"{block}.ffn_up.weight", N_FF, shape.n_embd)
+        weights.matrix(f"{block}.ffn_down.weight", shape.n_embd, N_FF, 0.5)
+
+
+def _gemma4(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
+    """Narrower heads in the windowed layers; the last two layers read the cache of the first."""
+    windowed = [index % 2 == 0 for index in range(shape.n_layer)]
+    _heads(writer, shape)
+    writer.add_key_length_swa(WINDOWED_HEAD_DIM)
+    writer.add_value_length_swa(WINDOWED_HEAD_DIM)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_sliding_window(WINDOW)
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(2)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_dimension_count_swa(WINDOWED_HEAD_DIM)
+    _embeddings(weights, shape, tied=True)
+    weights.tensors["rope_freqs.weight"] = np.ones(HEAD_DIM // 2, dtype=np.float32)
+    for block, narrow in zip(_blocks(shape.n_layer), windowed, strict=True):
+        head_dim = WINDOWED_HEAD_DIM if narrow else HEAD_DIM
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            weights.vector(f"{block}.{norm}.weight", shape.n_embd, 1.0)
+        for name, n_head in (("q", shape.n_head), ("k", shape.n_head_kv), ("v", shape.n_head_kv)):
+            weights.matrix(f"{block}.attn_{name}.weight", n_head * head_dim, shape.n_embd)
+        for name in ("q", "k"):
+            weights.vector(f"{block}.attn_{name}_norm.weight", head_dim, 0.5)
+        weights.matrix(f"{block}.attn_output.weight", shape.n_embd, shape.n_head * head_dim, 0.5)
+        _gated_ffn(weights, block, shape)
 
 
 def _mamba(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
@@ -313,5 +421,8 @@ ARCHITECTURES: dict[str, tuple[Build, Shape]] = {
     "bloom": (_bloom, _square(2)),
     "mpt": (_mpt, _square(3)),
     "gpt-oss": (_gpt_oss, Shape()),
+    "deepseek2": (_deepseek2, Shape()),
+    "plm": (_plm, Shape()),
+    "gemma4": (_gemma4, Shape(n_layer=4)),
     "mamba": (_mamba, Shape()),
 }

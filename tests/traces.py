@@ -34,6 +34,7 @@ class LayerArrays:
     n_rot: int | None = None
     v: FloatArray | None = None
     sinks: FloatArray | None = None
+    rotated_last: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -49,6 +50,7 @@ class LayerArrays:
             "alibi_slopes": None if self.alibi_slopes is None else list(self.alibi_slopes),
             "window": self.window,
             "n_rot": head_dim if self.n_rot is None else self.n_rot,
+            **({"rotated_last": True} if self.rotated_last else {}),
         }
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture.basis import alibi_slopes, rotate, round_like_product
 from pytest_kvgate.capture.errors import CaptureError
-from pytest_kvgate.engine import AttentionRead
+from pytest_kvgate.engine import AttentionRead, ValueRead
 from pytest_kvgate.trace import UNROUNDED, Reference, Step, TraceWriter
 
 
@@ -25,18 +25,21 @@ class _LayerRecord:
     spans: list[int] = field(default_factory=list)
     checked: list[NDArray[np.float32]] = field(default_factory=list)
     softmax: list[Path] = field(default_factory=list)
+    output: NDArray[np.float32] | None = None
 
 
 class Collector:
     """Takes attention reads step by step; K is copied once, at the last sampled step.
 
-    The first and the last sampled step also keep the model's own softmax, in ``scratch``.
+    The first and the last sampled step also keep the model's own softmax, in ``scratch``. With
+    ``values``, the last one also copies V and keeps the attention output.
     """
 
-    def __init__(self, writer: TraceWriter, scratch: Path, n_step: int) -> None:
+    def __init__(self, writer: TraceWriter, scratch: Path, n_step: int, *, values: bool) -> None:
         self._writer = writer
         self._scratch = scratch
         self._n_step = n_step
+        self._values = values
         self._layers: dict[int, _LayerRecord] = {}
         self.steps: list[Step] = []
         self.shared_layers: set[int] = set()
@@ -55,17 +58,27 @@ class Collector:
         n_visible = self.steps[-1].n_visible
         record.spans.append(_visible_span(read, n_visible))
         record.queries.append(_model_basis(read.queries, read))
-        last = len(self.steps) == self._n_step
-        if len(self.steps) == 1 or last:
+        if len(self.steps) == 1 or self._at_last_step:
             path = self._scratch / f"softmax-{read.index}-{len(self.steps)}.npy"
             np.save(path, read.read_softmax()[:, :n_visible])
             record.softmax.append(path)
             record.checked.append(read.queries)
-        if last:
+        if self._at_last_step:
             keys = read.read_keys(n_visible)
             if read.rotation is not None:
                 keys = rotate(keys, read.rotation)
             self._writer.write_array(read.index, "k", keys)
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether V is to be read at the open step."""
+        return self._values and self._at_last_step
+
+    def take_values(self, read: ValueRead) -> None:
+        """Copy V and keep the attention output of a layer that was taken at the open step."""
+        record = self._layers[read.index]
+        record.output = read.read_output()
+        self._writer.write_array(read.index, "v", read.read_values(self.steps[-1].n_visible))
 
     def end(self) -> None:
         """Close the step: every layer must have shown itself, as in the steps before."""
@@ -80,6 +93,11 @@ class Collector:
                     f"layer {index} attended in {len(record.queries)} of {len(self.steps)} sampled "
                     "steps; a layer that comes and goes is not supported."
                 )
+            if self.wants_values and record.output is None:
+                raise CaptureError(
+                    f"layer {index} does not multiply its softmax by V as llama.cpp usually does, "
+                    "so its V was not seen. Capture without values."
+                )
 
     def write_layers(self, sliding_window: int) -> list[Mapping[str, Any]]:
         """Write q and sinks of every layer and return their entries for trace.json."""
@@ -89,7 +107,7 @@ class Collector:
         ]
 
     def reference(self) -> Reference:
-        """Return the model's own softmax with q as the product may have rounded it."""
+        """Return the model's own softmax and output, with q as the product may have rounded it."""
         records = [record for _, record in sorted(self._layers.items())]
         unrounded, rounded = [], []
         for record in records:
@@ -97,12 +115,18 @@ class Collector:
             unrounded.append(_model_basis(raw, record.read))
             like_keys = round_like_product(raw, record.read.key_type)
             rounded.append(_model_basis(like_keys, record.read))
+        outputs = tuple(record.output for record in records if record.output is not None)
         steps = (0,) if self._n_step == 1 else (0, self._n_step - 1)
         return Reference(
             steps=steps,
             softmax=tuple(tuple(record.softmax) for record in records),
             queries={"as K": tuple(rounded), UNROUNDED: tuple(unrounded)},
+            outputs=outputs if self._values else None,
         )
+
+    @property
+    def _at_last_step(self) -> bool:
+        return len(self.steps) == self._n_step
 
     def _write_layer(
         self, index: int, record: _LayerRecord, sliding_window: int
@@ -112,7 +136,7 @@ class Collector:
         self._writer.write_array(index, "q", np.stack(record.queries))
         if read.sinks is not None:
             self._writer.write_array(index, "sinks", read.sinks)
-        return {
+        entry: dict[str, Any] = {
             "index": index,
             "n_head": n_head,
             "n_head_kv": read.n_head_kv,
@@ -121,8 +145,13 @@ class Collector:
             "softcap": read.softcap,
             "alibi_slopes": alibi_slopes(n_head, read.max_bias),
             "window": self._window(index, record.spans, sliding_window),
-            "n_rot": min(read.n_rot, head_dim),
+            "n_rot": read.n_rot,
         }
+        if read.rotated_last:
+            entry["rotated_last"] = True
+        if record.output is not None:
+            entry["value_dim"] = record.output.shape[1]
+        return entry
 
     def _window(self, index: int, spans: list[int], sliding_window: int) -> int | None:
         """Return a layer's sliding window from how many positions it saw at each step."""

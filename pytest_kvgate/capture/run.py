@@ -28,12 +28,13 @@ class CaptureSettings:
     """What to sample, and how to run the engine meanwhile.
 
     ``steps`` are the sampled decode steps; ``n_context`` bounds prompt plus decode steps, None for
-    the context the model was trained with.
+    the context the model was trained with. ``values`` also captures V, at the last sampled step.
     """
 
     steps: range = range(0, 257, 8)
     n_context: int | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
+    values: bool = False
 
 
 def capture(
@@ -56,7 +57,9 @@ def capture(
         state = model.stat()
         digest = background.submit(_sha256, model, state.st_size, state.st_mtime_ns)
         with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
-            collector = Collector(writer, Path(scratch), len(settings.steps))
+            collector = Collector(
+                writer, Path(scratch), len(settings.steps), values=settings.values
+            )
             _decode(engine, prompt, tokens, settings.steps, collector)
             trace = writer.write_document(
                 model={
@@ -111,7 +114,9 @@ def _decode(
             raise CaptureError(_end_of_text(prompt, steps, index))
         if index in steps:
             collector.begin(Step(decode_index=index, n_visible=len(tokens) + index + 1))
-            engine.hook.arm(collector.take)
+            engine.hook.arm(
+                collector.take, collector.take_values if collector.wants_values else None
+            )
             logits = engine.decode([token])
             engine.hook.disarm()
             collector.end()
@@ -154,6 +159,8 @@ def _provenance(
         "backend_version": engine.version,
         "flash_attention": False,
         "cache_type_k": settings.engine.cache_type_k,
+        "cache_type_v": engine.cache_type_v,
+        "values": settings.values,
         "n_gpu_layers": settings.engine.n_gpu_layers,
         "n_threads": engine.n_threads,
         "steps": f"{steps.start}:{steps.stop}:{steps.step}",

@@ -1,6 +1,6 @@
 """llama.cpp in this process: loading, decoding, and the hook at the attention operation."""
 
-from pytest_kvgate.engine.attention import AttentionHook, AttentionRead
+from pytest_kvgate.engine.attention import AttentionHook, AttentionRead, ValueRead
 from pytest_kvgate.engine.errors import EngineError, EngineMissingError
 from pytest_kvgate.engine.llama import (
     Engine,
@@ -16,6 +16,7 @@ __all__ = [
     "EngineError",
     "EngineMissingError",
     "EngineSettings",
+    "ValueRead",
     "check_model_file",
     "require_llama",
 ]

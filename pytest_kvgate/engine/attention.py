@@ -1,8 +1,9 @@
-"""The hook at the attention operation: q, K, mask and softmax of every KV layer, as computed.
+"""The hook at the attention operation: what every KV layer read and computed, as it did.
 
 llama.cpp calls the hook for every graph node, before it is computed (``ask``) and, where wanted,
 after. Attention is recognised by operation, never by tensor name: a ``SOFT_MAX`` with a mask whose
-input leads back to the product of q and a view of the KV cache.
+input leads back to the product of q and a view of the KV cache, and the product of V and that
+softmax.
 """
 
 from __future__ import annotations
@@ -16,13 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.engine.errors import EngineError
-from pytest_kvgate.engine.ggml import FloatArray, Ggml, Tensor, float_params, source
-
-#: GGML_TENSOR_FLAG_INPUT
-INPUT_FLAG = 1
-
-#: Operations that only move data; between an operand and what computed it.
-MOVES = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY"})
+from pytest_kvgate.engine.ggml import MOVES, FloatArray, Ggml, Tensor, float_params, source
+from pytest_kvgate.engine.rotary import find_rotation, rotary_dims
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,8 @@ class AttentionRead:
     weights ``[n_head, n_cell]`` float32; both work during ``on_read`` only. ``mask`` is
     ``[n_cell]``: minus infinity where hidden. ``rotation`` is the orthonormal ``[r, r]`` matrix
     that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
-    that RoPE turns. ``shared_keys`` marks a layer that reads another layer's cache.
+    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
+    a layer that reads another layer's cache.
     """
 
     index: int
@@ -50,11 +47,29 @@ class AttentionRead:
     sinks: NDArray[np.float32] | None
     rotation: NDArray[np.float32] | None
     n_rot: int
+    rotated_last: bool
     shared_keys: bool
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """The product of V and the softmax of the attention node with the same ``index``.
+
+    ``read_values(n)`` copies V of the first n cells of the cache, ``[n_head_kv, n, d_v]``, and
+    ``read_output()`` what the product gave, ``[n_head, d_v]`` float32; both work during
+    ``on_values`` only.
+    """
+
+    index: int
+    read_values: Callable[[int], FloatArray]
+    read_output: Callable[[], NDArray[np.float32]]
 
 
 class AttentionHook:
     """Calls ``on_read`` for each attention node of a decode step while it is armed.
+
+    ``on_values``, where there is one, is called for the product with V, after the layer's
+    ``on_read``; not for layers that read another layer's cache.
 
     An exception cannot cross the C library; it is kept, stops the graph, and is raised by
     `raise_pending` once the library has returned.
@@ -63,18 +78,26 @@ class AttentionHook:
     def __init__(self, ggml: Ggml) -> None:
         self._ggml = ggml
         self._on_read: Callable[[AttentionRead], None] | None = None
+        self._on_values: Callable[[ValueRead], None] | None = None
         self._error: BaseException | None = None
         self._queries: dict[int, NDArray[np.float32]] = {}
         self._rotation: NDArray[np.float32] | None = None
         self._caches: set[int] = set()
+        self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
 
-    def arm(self, on_read: Callable[[AttentionRead], None]) -> None:
-        """Report the attention nodes of the next decode step."""
+    def arm(
+        self,
+        on_read: Callable[[AttentionRead], None],
+        on_values: Callable[[ValueRead], None] | None = None,
+    ) -> None:
+        """Report the attention nodes of the next decode step, and their V where it is asked for."""
         self._on_read = on_read
+        self._on_values = on_values
         self._queries.clear()
         self._rotation = None
         self._caches.clear()
+        self._softmaxes.clear()
         self._count = 0
 
     def disarm(self) -> int:
@@ -106,6 +129,8 @@ class AttentionHook:
     def _wanted(self, node: Tensor) -> bool:
         operation = self._ggml.op(node)
         if operation == "MUL_MAT":
+            if self._read_of_values(node) is not None:
+                return True
             keys, operand = source(node, 0), source(node, 1)
             if keys is None or operand is None or not keys.view_src:
                 return False
@@ -119,12 +144,16 @@ class AttentionHook:
 
     def _computed(self, address: int, node: Tensor) -> None:
         if self._ggml.op(node) == "MUL_MAT":
+            attention = self._read_of_values(node)
+            if attention is not None:
+                self._report_values(node, attention)
+                return
             queries = source(node, 1)
             # q is copied here, at its product: the scheduler may reuse its memory right after.
             if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
                 values = self._ggml.read(queries)
                 self._queries[address] = np.asarray(values[:, 0], dtype=np.float32)
-                rotation = self._find_rotation(queries)
+                rotation = find_rotation(self._ggml, queries)
                 if rotation is not None and self._rotation is None:
                     self._rotation = self._read_rotation(rotation)
             return
@@ -132,6 +161,36 @@ class AttentionHook:
         if read is not None and self._on_read is not None:
             self._count += 1
             self._on_read(read)
+            if self._on_values is not None and not read.shared_keys:
+                self._softmaxes[address] = read
+
+    def _read_of_values(self, node: Tensor) -> AttentionRead | None:
+        """Return whose softmax a ``MUL_MAT`` multiplies by V, where V is asked for."""
+        operand = source(node, 1) if self._softmaxes else None
+        softmax = None if operand is None else self._ggml.behind_moves(operand)
+        return None if softmax is None else self._softmaxes.get(ctypes.addressof(softmax))
+
+    def _report_values(self, node: Tensor, attention: AttentionRead) -> None:
+        values, ggml = source(node, 0), self._ggml
+        assert values is not None
+        assert self._on_values is not None
+        if values.ne[2] != attention.n_head_kv:
+            raise EngineError(
+                f"layer {attention.index} reads V of {values.ne[2]} KV heads and K of "
+                f"{attention.n_head_kv}, so V cannot be matched to the query heads. Capture "
+                "without values."
+            )
+
+        def read_values(n_cell: int) -> FloatArray:
+            return ggml.read(values)[:, :, :n_cell].transpose(0, 2, 1)  # lies there dim by dim
+
+        self._on_values(
+            ValueRead(
+                index=attention.index,
+                read_values=read_values,
+                read_output=lambda: np.asarray(ggml.read(node)[:, 0], dtype=np.float32),
+            )
+        )
 
     def _attention(self, node: Tensor) -> AttentionRead | None:
         """Collect one ``SOFT_MAX`` node; None where it is not attention over a cache."""
@@ -155,7 +214,8 @@ class AttentionHook:
         shared = address in self._caches
         self._caches.add(address)
         sinks = source(node, 2)
-        rotated = self._find_rotation(queries) is not None
+        rotated = find_rotation(self._ggml, queries) is not None
+        n_rot, rotated_last = rotary_dims(self._ggml, queries)
         ggml = self._ggml
 
         def read_keys(n_cell: int) -> FloatArray:
@@ -174,7 +234,8 @@ class AttentionHook:
             max_bias=float(float_params(node)[1]),
             sinks=None if sinks is None else np.asarray(ggml.read(sinks)[0, 0], dtype=np.float32),
             rotation=self._rotation if rotated else None,
-            n_rot=self._rotary_dims(queries),
+            n_rot=n_rot,
+            rotated_last=rotated_last,
             shared_keys=shared,
         )
 
@@ -214,19 +275,6 @@ class AttentionHook:
             current = source(current, 0)
         return None, outer, None
 
-    def _find_rotation(self, queries: Tensor) -> Tensor | None:
-        """Return the matrix that rotates q for a quantized cache, where there is one."""
-        current: Tensor | None = queries
-        while current is not None and self._ggml.op(current) in MOVES:
-            current = source(current, 0)
-        if current is None or self._ggml.op(current) != "MUL_MAT":
-            return None
-        matrix = source(current, 0)
-        # Unlike a weight, the rotation is an input of the graph.
-        if matrix is None or not matrix.flags & INPUT_FLAG or matrix.ne[0] != matrix.ne[1]:
-            return None
-        return matrix
-
     def _read_rotation(self, matrix: Tensor) -> NDArray[np.float32]:
         rotation = np.asarray(self._ggml.read(matrix)[0], dtype=np.float32)
         if not np.allclose(rotation @ rotation.T, np.eye(len(rotation)), atol=1e-4):
@@ -235,25 +283,6 @@ class AttentionHook:
                 "K cannot be brought back to the model's own basis."
             )
         return rotation
-
-    def _rotary_dims(self, queries: Tensor) -> int:
-        """Return how many dims RoPE turned on the way to q; 0 where it never did."""
-        current: Tensor | None = queries
-        for _ in range(16):
-            if current is None:
-                return 0
-            operation = self._ggml.op(current)
-            if operation == "ROPE":
-                return int(current.op_params[1])
-            if operation == "MUL_MAT" and self._find_rotation(current) is not None:
-                current = source(current, 1)
-            elif operation in MOVES or operation in ("SCALE", "MUL", "RMS_NORM", "NORM"):
-                current = source(current, 0)
-            elif operation == "CONCAT":  # MLA joins the position-free part with the rotated one
-                current = source(current, 1) or source(current, 0)
-            else:
-                return 0
-        return 0
 
 
 def _layer_index(node: Tensor, ordinal: int) -> int:

@@ -20,6 +20,9 @@ MAX_DIMS = 4
 MAX_SRC = 10
 OBJECT_SIZE = 32  # what ggml_tensor_overhead adds to the tensor itself
 
+#: Operations that only move data; between an operand and what computed it.
+MOVES = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY"})
+
 FloatArray = NDArray[np.float16] | NDArray[np.float32]
 
 
@@ -98,6 +101,13 @@ class Ggml:
         """Return which unary operation a ``UNARY`` node applies."""
         number = self._library.ggml_get_unary_op(ctypes.byref(tensor))
         return str(self._library.ggml_unary_op_name(number).decode())
+
+    def behind_moves(self, tensor: Tensor) -> Tensor | None:
+        """Return what computed a tensor, or the operand itself, behind what only moves data."""
+        current: Tensor | None = tensor
+        while current is not None and self.op(current) in MOVES:
+            current = source(current, 0)
+        return current
 
     def type_name(self, number: int) -> str:
         """Return a data type's name, such as ``f16`` or ``q8_0``."""

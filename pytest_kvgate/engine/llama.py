@@ -126,6 +126,11 @@ class Engine:
         return self._settings.n_threads or _available_cpus()
 
     @property
+    def cache_type_v(self) -> str:
+        """The V cache's data type: llama.cpp's own choice."""
+        return self._ggml.type_name(self._llama.llama_context_default_params().type_v)
+
+    @property
     def trained_context(self) -> int:
         """The context the model was trained with, in tokens."""
         return int(self._llama.llama_model_n_ctx_train(self._model))

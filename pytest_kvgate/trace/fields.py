@@ -40,6 +40,13 @@ class Fields:
             raise self.error(key, repr(value), "a non-empty string of printable characters")
         return value
 
+    def flag(self, key: str) -> bool:
+        """Return true or false; a key that is not there says false."""
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise self.error(key, repr(value), "true, false, or no such field")
+        return value
+
     def integer(self, key: str, *, minimum: int, maximum: int | None = None) -> int:
         """Return a whole number inside the bounds."""
         value = self.value(key)

@@ -38,7 +38,8 @@ class Layer:
     ``k`` is ``[n_head_kv, n_token, head_dim]`` float16 or float32, after RoPE and the cache's
     rounding, row ``j`` = position ``j``. ``q`` is ``[n_step, n_head, head_dim]`` float32. ``v`` is
     like ``k`` or None; ``sinks`` is ``[n_head]`` float32 logits or None. ``window`` is the sliding
-    window in tokens, None for a layer that attends to the whole context.
+    window in tokens, None for a layer that attends to the whole context. RoPE turns ``n_rot`` dims
+    of a head, the first ones or, where ``rotated_last``, the last.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Layer:
     q: FloatArray
     v: FloatArray | None = None
     sinks: FloatArray | None = None
+    rotated_last: bool = False
 
     def __repr__(self) -> str:
         return f"<Layer {self.index}: {self.n_head} query heads on {self.n_head_kv} KV heads>"
@@ -70,9 +72,11 @@ class Layer:
 
     @property
     def unrotated_dims(self) -> slice | None:
-        """The dims that RoPE never turns; None unless there are both kinds."""
+        """The dims of a head that RoPE never turns; None where it turns all of them or none."""
         if not 0 < self.n_rot < self.head_dim:
             return None
+        if self.rotated_last:
+            return slice(0, self.head_dim - self.n_rot)
         return slice(self.n_rot, self.head_dim)
 
 
@@ -80,8 +84,9 @@ class Layer:
 class Verification:
     """How far the recomputed attention lies from the model's own.
 
-    ``max_abs_error`` is the worst absolute difference of one attention weight, ``tolerance`` the
-    largest that is accepted, ``reference`` what it was compared with.
+    ``max_abs_error`` is the worst difference, of one attention weight or, where ``reference`` says
+    so, relative of one head's output; ``tolerance`` is the largest that is accepted, ``reference``
+    what was compared with.
     """
 
     max_abs_error: float
@@ -103,18 +108,21 @@ class Verification:
 
 @dataclass(frozen=True)
 class Reference:
-    """The model's own softmax at some sampled steps, to verify a capture against.
+    """What the model itself computed at some sampled steps, to verify a capture against.
 
     ``steps`` are indices into ``Trace.steps``. ``softmax[layer][i]`` is a path to an ``.npy`` file
     with ``[n_head, n_visible]`` float32, the weights the engine computed for layer position
     ``layer`` (into ``Trace.layers``) at step ``steps[i]``. ``queries`` maps the name of a rounding
     to one ``[len(steps), n_head, head_dim]`` float32 array per layer: q as the engine's matrix
     product may have rounded it, in the basis of the trace's K; ``UNROUNDED`` is among them.
+    ``outputs`` holds, where V was captured, one ``[n_head, d_v]`` float32 array per layer: the
+    product of softmax and V at the last of ``steps``, which is the last sampled one.
     """
 
     steps: tuple[int, ...]
     softmax: tuple[tuple[Path, ...], ...]
     queries: Mapping[str, tuple[FloatArray, ...]]
+    outputs: tuple[FloatArray, ...] | None = None
 
 
 @dataclass(frozen=True, repr=False)

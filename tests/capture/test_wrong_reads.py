@@ -11,11 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import verify_softmax
-from pytest_kvgate.analysis.verification import SOFTMAX_TOLERANCE
+from pytest_kvgate.analysis.verification import OUTPUT_TOLERANCE, SOFTMAX_TOLERANCE
 from pytest_kvgate.trace import Layer, Reference, Step, Trace
 from tests.capture.captures import Captured, Captures, hadamard
 
 Keys = NDArray[Any]
+Values = NDArray[Any]
 CACHE_TYPES = ("f32", "f16", "q8_0")
 
 
@@ -45,6 +46,18 @@ def assert_caught(trace: Trace, reference: Reference) -> None:
     verification = verify_softmax(trace, reference)
     assert verification.status == "failed"
     assert not verification.max_abs_error < 3 * SOFTMAX_TOLERANCE
+
+
+def with_values(trace: Trace, position: int, change: Callable[[Values], Values]) -> Trace:
+    return with_layer(trace, position, {"v": change(np.array(trace.layers[position].v))})
+
+
+def assert_values_caught(trace: Trace, reference: Reference) -> None:
+    verification = verify_softmax(trace, reference)
+    assert verification.status == "failed"
+    assert verification.reference == "attention output"
+    assert verification.tolerance == OUTPUT_TOLERANCE
+    assert verification.max_abs_error > 3 * OUTPUT_TOLERANCE
 
 
 def assert_believed(captured: Captured) -> None:
@@ -211,6 +224,135 @@ def test_layers_in_another_order_are_caught(captures: Captures) -> None:
     first, second = captured.trace.layers
     swapped: tuple[Layer, Layer] = (replace(second, index=0), replace(first, index=1))
     assert_caught(replace(captured.trace, layers=swapped), captured.reference)
+
+
+def transpose(values: Values) -> Values:
+    """Read dim by dim what lies there position by position."""
+    n_head, n_token, value_dim = values.shape
+    return values.reshape(n_head, value_dim, n_token).transpose(0, 2, 1)
+
+
+def shift_dims(values: Values) -> Values:
+    return np.roll(values, 1, axis=2)
+
+
+def shift_memory(values: Values) -> Values:
+    """Begin to read one number late."""
+    return np.roll(values.reshape(-1), 1).reshape(values.shape)
+
+
+WRONG_VALUES = (
+    shift_heads,
+    shift_positions,
+    reorder_dims,
+    read_heads_and_positions_the_other_way_round,
+    transpose,
+    shift_dims,
+    shift_memory,
+)
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("change", WRONG_VALUES)
+def test_wrong_values_are_caught(
+    captures: Captures, change: Callable[[Values], Values], position: int, cache_type: str
+) -> None:
+    captured = captures("llama", cache_type, values=True)
+    assert_believed(captured)
+    assert_values_caught(with_values(captured.trace, position, change), captured.reference)
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_single_stale_row_is_caught_where_a_head_looks_at_it(
+    captures: Captures, position: int, cache_type: str
+) -> None:
+    captured = captures("llama", cache_type, values=True)
+    softmax = np.load(captured.reference.softmax[position][-1])
+    head, row = np.unravel_index(softmax.argmax(), softmax.shape)
+
+    def keep_row_stale(values: Values) -> Values:
+        kv_head = head // captured.trace.layers[position].group_size
+        values[kv_head, row] = values[kv_head, row - 1]
+        return values
+
+    assert_values_caught(with_values(captured.trace, position, keep_row_stale), captured.reference)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma4", "mpt", "gpt-oss", "plm"])
+@pytest.mark.parametrize("change", [shift_heads, shift_positions, transpose])
+def test_wrong_values_are_caught_in_every_kind_of_attention(
+    captures: Captures, change: Callable[[Values], Values], architecture: str
+) -> None:
+    captured = captures(architecture, values=True)
+    assert_believed(captured)
+    for position in range(2):
+        assert_values_caught(with_values(captured.trace, position, change), captured.reference)
+
+
+@pytest.mark.parametrize("architecture", ["stablelm", "deepseek2"])
+@pytest.mark.parametrize("change", [shift_positions, transpose])
+def test_wrong_values_of_a_single_kv_head_are_caught(
+    captures: Captures, change: Callable[[Values], Values], architecture: str
+) -> None:
+    captured = captures(architecture, values=True)
+    assert_believed(captured)
+    for position in range(2):
+        assert_values_caught(with_values(captured.trace, position, change), captured.reference)
+
+
+def test_latent_values_taken_from_the_wrong_end_of_the_keys_are_caught(captures: Captures) -> None:
+    captured = captures("deepseek2", values=True)
+    keys = captured.trace.layers[0].k
+    wrong = with_values(captured.trace, 0, lambda values: keys[:, :, -values.shape[2] :])
+    assert_values_caught(wrong, captured.reference)
+
+
+def test_values_of_another_layer_are_caught(captures: Captures) -> None:
+    captured = captures("llama", values=True)
+    other = captured.trace.layers[1].v
+    assert_values_caught(with_layer(captured.trace, 0, {"v": other}), captured.reference)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.transpose(0, 2, 1),
+        lambda values: values[:, :-1],
+        lambda values: values[:, :, :-1],
+    ],
+    ids=["turned", "a row short", "a dim short"],
+)
+def test_values_of_another_shape_are_caught(
+    captures: Captures, change: Callable[[Values], Values]
+) -> None:
+    captured = captures("llama", values=True)
+    assert_values_caught(with_values(captured.trace, 0, change), captured.reference)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_numbers_are_caught(captures: Captures, value: float) -> None:
+    def spoil(values: Values) -> Values:
+        values[0, 5, 0] = value
+        return values
+
+    captured = captures("llama", values=True)
+    assert_values_caught(with_values(captured.trace, 0, spoil), captured.reference)
+
+
+def test_wrong_keys_are_named_before_wrong_values(captures: Captures) -> None:
+    captured = captures("llama", values=True)
+    trace = with_values(captured.trace, 0, shift_positions)
+    verification = verify_softmax(with_keys(trace, 0, shift_positions), captured.reference)
+    assert (verification.status, verification.reference) == ("failed", "softmax")
+
+
+def test_values_that_were_never_compared_are_not_believed(captures: Captures) -> None:
+    captured = captures("llama", values=True)
+    assert_values_caught(captured.trace, replace(captured.reference, outputs=None))
+    without = with_layer(captured.trace, 1, {"v": None})
+    assert_values_caught(without, captured.reference)
 
 
 def _softmax_with_length(captured: Captured, step: Step) -> Reference:

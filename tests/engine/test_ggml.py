@@ -3,10 +3,9 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -23,6 +22,7 @@ from pytest_kvgate.engine.ggml import (
     load_ggml,
     source,
 )
+from tests.engine.graphs import Graph, base_library
 
 TYPE_NAMES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
 
@@ -59,60 +59,6 @@ class Memory:
     def __del__(self) -> None:
         self._library.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
         self._library.ggml_backend_buffer_free(self.buffer)
-
-
-class InitParams(ctypes.Structure):
-    """``struct ggml_init_params``."""
-
-    _fields_: ClassVar = [
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    ]
-
-
-class Graph:
-    """Graph nodes that the library itself makes; their addresses stay good until `free`."""
-
-    def __init__(self) -> None:
-        self._library = base_library()
-        self._library.ggml_init.restype = ctypes.c_void_p
-        self._library.ggml_init.argtypes = [InitParams]
-        self._context = ctypes.c_void_p(self._library.ggml_init(InitParams(2**20, None, True)))
-
-    def new_tensor(self, *lengths: int) -> int:
-        """Return the address of a float32 tensor."""
-        return self.node(
-            "ggml_new_tensor",
-            ctypes.c_int(load_ggml().type_number("f32")),
-            ctypes.c_int(len(lengths)),
-            (ctypes.c_int64 * len(lengths))(*lengths),
-        )
-
-    def node(self, function: str, *arguments: object) -> int:
-        """Call a function of the library that makes a node, and return the node's address."""
-        call = getattr(self._library, function)
-        call.restype = ctypes.c_void_p
-        passed = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments]
-        return int(call(self._context, *passed))
-
-    def free(self) -> None:
-        self._library.ggml_free(self._context)
-
-
-@pytest.fixture
-def graph() -> Iterator[Graph]:
-    made = Graph()
-    yield made
-    made.free()
-
-
-def base_library() -> ctypes.CDLL:
-    import llama_cpp  # noqa: PLC0415
-    from llama_cpp._ctypes_extensions import load_shared_library  # noqa: PLC0415
-
-    library: ctypes.CDLL = load_shared_library("ggml-base", Path(llama_cpp.__file__).parent / "lib")
-    return library
 
 
 def numbers(*shape: int) -> NDArray[np.float32]:

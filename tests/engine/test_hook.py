@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.engine import AttentionRead, Engine, EngineSettings
+from pytest_kvgate.engine import AttentionHook, AttentionRead, Engine, EngineSettings, ValueRead
 from tests.models import HEAD_DIM, N_LAYER, N_VOCAB, token_ids
 
 PROMPT = token_ids("a prompt of some forty tokens for the engine")
@@ -69,6 +69,70 @@ def test_every_kv_layer_of_a_decode_step_is_reported_once(engine: Engine) -> Non
         assert np.flatnonzero(np.isfinite(read.mask)).tolist() == list(range(n_visible))
         np.testing.assert_allclose(weights[:, :n_visible].sum(axis=1), 1, atol=1e-5)
         assert not weights[:, n_visible:].any()
+
+
+def test_the_product_with_v_is_reported_after_its_layer_where_it_is_asked_for(
+    engine: Engine,
+) -> None:
+    order: list[tuple[str, int]] = []
+    softmax: list[NDArray[np.float32]] = []
+
+    def take(read: AttentionRead) -> None:
+        order.append(("attention", read.index))
+        softmax.append(read.read_softmax())
+
+    def take_values(read: ValueRead) -> None:
+        order.append(("values", read.index))
+        n_visible = len(PROMPT) + 1
+        values, output = read.read_values(n_visible), read.read_output()
+        assert (values.shape, values.dtype.name) == ((2, n_visible, HEAD_DIM), "float16")
+        assert (output.shape, output.dtype.name) == ((4, HEAD_DIM), "float32")
+        weights = softmax[-1][:, :n_visible].reshape(2, 2, n_visible)
+        by_hand = weights @ values.astype(np.float32)
+        np.testing.assert_allclose(output, by_hand.reshape(4, HEAD_DIM), atol=2e-3)
+
+    engine.hook.arm(take, take_values)
+    engine.decode([TOKEN])
+    assert engine.hook.disarm() == N_LAYER
+    assert order == [(what, index) for index in range(N_LAYER) for what in ("attention", "values")]
+
+
+@pytest.mark.parametrize(("values", "n_node"), [(False, 2), (True, 3)])
+def test_a_graph_stops_at_the_product_with_v_only_where_it_is_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch, values: bool, n_node: int
+) -> None:
+    called: list[bool] = []
+    original = AttentionHook.__call__
+
+    def count(hook: AttentionHook, address: int, ask: bool, user_data: object) -> bool:
+        called.append(ask)
+        return original(hook, address, ask, user_data)
+
+    monkeypatch.setattr(AttentionHook, "__call__", count)
+    with Engine(model, SETTINGS) as engine:
+        engine.start(len(PROMPT) + 1)
+        engine.decode(PROMPT)
+        called.clear()
+        engine.hook.arm(lambda _read: None, (lambda _read: None) if values else None)
+        engine.decode([TOKEN])
+    assert called.count(False) == n_node * N_LAYER
+
+
+def test_what_the_callback_for_values_raises_comes_out_of_decode(engine: Engine) -> None:
+    def fail(_read: ValueRead) -> None:
+        raise ValueError("wrong")
+
+    engine.hook.arm(lambda _read: None, fail)
+    with pytest.raises(ValueError, match="wrong"):
+        engine.decode([TOKEN])
+    assert np.isfinite(engine.decode([TOKEN])).all()
+
+
+def test_listening_to_values_does_not_change_the_logits(
+    engine: Engine, expected: NDArray[np.float32]
+) -> None:
+    engine.hook.arm(lambda _read: None, lambda _read: None)
+    np.testing.assert_allclose(engine.decode([TOKEN]), expected, atol=1e-4)
 
 
 def test_listening_does_not_change_the_logits(

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -562,3 +563,57 @@ def test_a_name_that_would_not_print_as_it_is(directory: Path) -> None:
     edit(directory, put("model.name", "a\x1b[31m\nGO  x"))
 
     assert "accepted: a non-empty string of printable characters." in message(directory)
+
+
+def test_rotary_dims_are_the_first_unless_the_layer_says_otherwise(directory: Path) -> None:
+    edit(directory, put("layers[1].rotated_last", True))
+
+    assert [layer.rotated_last for layer in load_trace(directory).layers] == [False, True]
+
+    edit(directory, put("layers[1].rotated_last", False))
+
+    assert [layer.rotated_last for layer in load_trace(directory).layers] == [False, False]
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "true", [True]])
+def test_where_the_rotary_dims_lie_is_true_or_false(directory: Path, value: object) -> None:
+    edit(directory, put("layers[1].rotated_last", value))
+
+    assert message(directory) == (
+        f"{directory / 'trace.json'}: field 'layers[1].rotated_last' is {value!r}; accepted: "
+        "true, false, or no such field."
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_rot", "rotated_last", "unrotated"),
+    [
+        (0, False, None),
+        (0, True, None),
+        (2, False, [2, 3, 4, 5, 6, 7]),
+        (2, True, [0, 1, 2, 3, 4, 5]),
+        (6, False, [6, 7]),
+        (6, True, [0, 1]),
+        (8, False, None),
+        (8, True, None),
+    ],
+)
+def test_the_dims_that_rope_never_turns_are_told(
+    tmp_path: Path, n_rot: int, rotated_last: bool, unrotated: list[int] | None
+) -> None:
+    arrays = replace(random_layer(n_token=20), n_rot=n_rot, rotated_last=rotated_last)
+
+    layer = load_trace(make_trace(tmp_path / "mytrace", [arrays])).layers[0]
+
+    dims = layer.unrotated_dims
+    assert (None if dims is None else [*range(8)][dims]) == unrotated
+
+
+@pytest.mark.parametrize("value", [8, "eight", None])
+def test_the_value_dim_in_a_layer_is_not_relied_on(directory: Path, value: object) -> None:
+    edit(directory, put("layers[0].value_dim", value))
+
+    layer = load_trace(directory).layers[0]
+
+    assert layer.v is not None
+    assert layer.v.shape == (2, 20, 8)
