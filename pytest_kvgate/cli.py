@@ -105,7 +105,7 @@ def _capture(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
     engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
-    settings = CaptureSettings(parsed.steps, parsed.ctx, parsed.values, engine)
+    settings = CaptureSettings(parsed.steps, parsed.ctx, engine, parsed.values)
     trace = capture(
         parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
     )

@@ -53,7 +53,7 @@ def measure_layer(
     for grid in grids:
         first, end = grid.eligible(n_last)
         tallies.append(LayerTally(layer, plan, end - first))
-    for block in _step_blocks(layer, len(steps), n_last, min(g.page_size for g in grids), plan):
+    for block in step_blocks(layer, len(steps), n_last, min(g.page_size for g in grids), plan):
         n_visible = [step.n_visible for step in steps[block]]
         pages = [block_pages(grid, plan.budgets, n_visible, n_last) for grid in grids]
         store = np.empty(len(n_visible) * layer.group_size * n_visible[-1], dtype=np.float32)
@@ -81,7 +81,7 @@ def compatible(grids: Sequence[PageGrid]) -> Iterator[list[int]]:
         left = [position for position in left if position not in group]
 
 
-def _step_blocks(
+def step_blocks(
     layer: Layer, n_step: int, n_token: int, page_size: int, plan: Plan
 ) -> Iterator[slice]:
     """Cut the steps into blocks whose weights and page scores fit into memory."""

@@ -93,6 +93,31 @@ class Profile:
         """Units that count: with eligible mass, in layers without a sliding window."""
         return len(self.numbers.units.layer)
 
+    @property
+    def skipped_units(self) -> int:
+        """Units without eligible mass, which count nowhere."""
+        return self.numbers.skipped_units
+
+    @property
+    def layer(self) -> NDArray[np.int64]:
+        """The layer index of each unit, ``[n_unit]``."""
+        return self.numbers.units.layer
+
+    @property
+    def eligible_mass(self) -> NDArray[np.float64]:
+        """The eligible share of the mass on real tokens, ``[n_unit]``."""
+        return self.numbers.units.eligible_mass
+
+    @property
+    def support(self) -> NDArray[np.float64]:
+        """Effective support ``exp(entropy)`` of the eligible mass in tokens, ``[n_unit]``."""
+        return self.numbers.units.support
+
+    @property
+    def hottest(self) -> NDArray[np.float64]:
+        """The hottest token's share of the eligible mass, ``[n_unit]``."""
+        return self.numbers.units.hottest
+
     def coverage(
         self, selector: str, budget: float, layers: Collection[int] | None = None
     ) -> float:

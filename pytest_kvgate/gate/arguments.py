@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -16,11 +17,11 @@ from pytest_kvgate.gate.model import Gate
 #: Arguments that are a fraction, with what it is a fraction of.
 FRACTIONS = {
     "budget": "a fraction of the context",
-    "min_coverage": "a share of the eligible mass",
-    "min_total_mass": "a share of all mass",
+    "min_coverage": "a share of the mass",
+    "min_total_mass": "a share of the mass",
     "min_hit_rate": "a share of the page accesses",
     "max_budget": "a fraction of the context",
-    "coverage": "a share of the eligible mass",
+    "coverage": "a share of the mass",
 }
 AT_BUDGET = ("min_coverage", "min_total_mass", "max_output_error", "min_hit_rate")
 ACCEPTED_ARGUMENTS = (
@@ -60,7 +61,11 @@ def gate_from_arguments(
     unknown = [name for name in keywords if name not in ACCEPTED_ARGUMENTS]
     if unknown:
         raise GateError(f"kvgate() got an unknown argument {unknown[0]!r}. Accepted: {accepted}.")
-    given = {name: value for name, value in keywords.items() if value is not None}
+    # None stands for the default of these alone: a threshold that is None by mistake is no gate
+    optional = ("selector", "page_size", "layers", "confidence")
+    given = {
+        name: value for name, value in keywords.items() if value is not None or name not in optional
+    }
     _check_combination(given)
     numbers = {
         name: _fraction(name, given[name], meaning)
@@ -87,12 +92,11 @@ def gate_from_arguments(
 
 def _check_combination(given: Mapping[str, Any]) -> None:
     demands = [name for name in (*AT_BUDGET, "max_budget") if name in given]
-    if "budget" not in given and not demands:
-        raise GateError(f"kvgate() needs budget and min_coverage, as in {EXAMPLE}.")
     if not demands:
+        missing = "min_coverage" if "budget" in given else "budget and min_coverage"
         raise GateError(
-            f"kvgate() needs something to hold at its budget: {', '.join(AT_BUDGET)}; as in "
-            f"{EXAMPLE}."
+            f"kvgate() needs {missing}, as in {EXAMPLE}; or another demand: "
+            f"{', '.join((*AT_BUDGET[1:], 'max_budget'))}."
         )
     at_budget = [name for name in demands if name in AT_BUDGET]
     if at_budget and "budget" not in given:
@@ -110,18 +114,19 @@ def _check_combination(given: Mapping[str, Any]) -> None:
         )
 
 
-def _number(value: object) -> float | None:
-    """Return the number that was written, or None if it is none."""
+def _number(value: object, largest: float) -> float | None:
+    """Return the number that was written; None unless it is above 0 and up to ``largest``."""
     if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    if not 0 < value <= largest:  # type: ignore[operator] # turns away NaN, too
         return None
     # float32 0.95 is meant as 0.95, not as the 0.949999988 that it is in binary
     return float(str(value)) if isinstance(value, np.floating) else float(value)
 
 
 def _fraction(name: str, value: object, meaning: str) -> float:
-    number = _number(value)
-    # "not (0 < x <= 1)" also turns away NaN
-    if number is None or not 0 < value <= 1:  # type: ignore[operator]
+    number = _number(value, 1)
+    if number is None:
         raise GateError(
             f"kvgate({name}={value!r}): {name} is {meaning}, a number above 0 and up to 1."
         )
@@ -131,8 +136,8 @@ def _fraction(name: str, value: object, meaning: str) -> float:
 
 
 def _positive(name: str, value: object) -> float:
-    number = _number(value)
-    if number is None or not 0 < number < float("inf"):
+    number = _number(value, sys.float_info.max)
+    if not number:
         raise GateError(
             f"kvgate({name}={value!r}): {name} is ‖o'−o‖/‖o‖, a number above 0, such as 0.1."
         )
@@ -140,7 +145,7 @@ def _positive(name: str, value: object) -> float:
 
 
 def _confidence(value: object) -> float:
-    number = _number(value)
+    number = _number(value, 1)
     if number is None or not 0.5 <= number < 1:
         raise GateError(
             f"kvgate(confidence={value!r}): the share of intervals that hold the truth is needed, "

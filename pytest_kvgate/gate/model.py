@@ -8,7 +8,7 @@ from typing import Literal
 
 from pytest_kvgate.analysis import Interval, Scope
 from pytest_kvgate.analysis.pages import BUDGET_GRID
-from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
+from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE
 
 #: INVALID: the question cannot be answered from these traces; INCONCLUSIVE: they are too few to
 #: answer it with the confidence asked for. Neither passes.
@@ -111,9 +111,9 @@ class Gate:
 
     @property
     def needed_selectors(self) -> tuple[str, ...]:
-        """The selectors a verdict needs: those checked, and the ceilings to give the reason."""
+        """The selectors a verdict needs: those checked, and the ceiling to give the reason."""
         checked = [name for demand in self.demands for name in self.checked_selectors(demand)]
-        return tuple(dict.fromkeys((ORACLE, *checked, TOKEN_ORACLE)))
+        return tuple(dict.fromkeys((ORACLE, *checked)))
 
 
 def on_grid(budget: float) -> float:
@@ -149,6 +149,11 @@ class Check:
             return None
         margin = self.observed - self.required
         return margin if self.demand.is_floor else -margin
+
+    @property
+    def passed(self) -> bool:
+        """Whether the demand is met; an undefined observation never is."""
+        return self.state == "ok"
 
     @property
     def state(self) -> Literal["ok", "missed", "open"]:

@@ -49,7 +49,7 @@ def missed_reason(gate: Gate, profile: Profile, check: Check) -> str:
     if measure == "output_error":
         return (
             f"attention to a selection is too far from attention to everything: {found}, where "
-            f"{check.required:g} is allowed. {_others(gate, profile, check)}"
+            f"{check.required:g} is allowed; {_others(gate, profile, check)}."
         )
     if measure == "hit_rate":
         return (
@@ -72,7 +72,7 @@ def missed_reason(gate: Gate, profile: Profile, check: Check) -> str:
             f"selector can pass. {_enough(gate, profile, check, ORACLE)}"
         )
     return (
-        f"the selector is the problem: {found}. {_others(gate, profile, check)} "
+        f"the selector is the problem: {found}; {_others(gate, profile, check)}. "
         f"{_enough(gate, profile, check, check.selector)}"
     )
 
@@ -120,7 +120,7 @@ def _others(gate: Gate, profile: Profile, check: Check) -> str:
             continue
         written = percent if check.demand.measure == "required_budget" else share
         values.append(f"{name} {UNDEFINED if value is None else written(value)}")
-    return f"The others: {', '.join(values)}."
+    return f"the others: {', '.join(values)}"
 
 
 def _enough(gate: Gate, profile: Profile, check: Check, selector: str) -> str:

@@ -83,7 +83,8 @@ def registry_of(config: pytest.Config) -> Mapping[str, Selector]:
     for found in config.hook.pytest_kvgate_selectors(config=config):
         if not isinstance(found, list | tuple):
             raise pytest.UsageError(
-                f"kvgate: pytest_kvgate_selectors returned {found!r}; a list of selectors is needed."
+                f"kvgate: pytest_kvgate_selectors returned {found!r}; it must return a list of "
+                "selectors."
             )
         try:
             registry = register(found, registry)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvgate.analysis import SELECTORS, PageGrid, Profile, UndefinedError, profile_trace
+from pytest_kvgate.analysis import SELECTORS, PageGrid, Plan, Profile, UndefinedError, profile_trace
 from pytest_kvgate.trace import load_trace
 from tests.plain import PlainProfile, plain_profile
 
@@ -30,7 +30,7 @@ def profile(name: str) -> Profile:
     document = expected(name)
     budgets = dict.fromkeys(row["budget"] for row in document["coverage"])
     return profile_trace(
-        load_trace(CASES / name), PageGrid(**document["settings"]), tuple(budgets), SELECTORS
+        load_trace(CASES / name), PageGrid(**document["settings"]), Plan(tuple(budgets))
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import SELECTORS, PageGrid, masses, profile_trace
+from pytest_kvgate.analysis import SELECTORS, PageGrid, Plan, masses, measure, profile_trace
 from pytest_kvgate.trace import Layer, TraceError, load_trace
 from tests.traces import LayerArrays, layer_of_logits, make_trace, random_layer
 
@@ -211,7 +211,7 @@ def test_a_value_that_is_not_finite_is_named_with_layer_and_head(
     trace = load_trace(make_trace(tmp_path / "trace", [layer]))
 
     with pytest.raises(TraceError, match=r"layer 7, KV head 1\b"):
-        profile_trace(trace, PageGrid(8, 8, 8), [0.5], SELECTORS)
+        profile_trace(trace, PageGrid(8, 8, 8), Plan((0.5,)))
 
 
 def test_a_value_that_no_step_sees_is_not_read(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_value_that_no_step_sees_is_not_read(tmp_path: Path) -> None:
     layer.k[1, 47, 3] = math.nan
     trace = load_trace(make_trace(tmp_path / "trace", [layer], [46, 47]))
 
-    profile = profile_trace(trace, PageGrid(8, 8, 8), [0.5], SELECTORS)
+    profile = profile_trace(trace, PageGrid(8, 8, 8), Plan((0.5,)))
 
     assert 0 < profile.coverage("landmark", 0.5) <= 1
 
@@ -230,10 +230,10 @@ def test_the_step_of_a_value_that_is_not_finite_is_named_in_any_block(
     layer = random_layer(1, n_token=48, n_step=4)
     layer.q[2, 0, 0] = math.nan
     trace = load_trace(make_trace(tmp_path / "trace", [layer]))
-    monkeypatch.setattr(masses, "BLOCK_LOGITS", 2 * 2 * 48)
+    monkeypatch.setattr(measure, "BLOCK_LOGITS", 2 * 2 * 48)
 
     with pytest.raises(TraceError, match=r"step 2\b"):
-        profile_trace(trace, PageGrid(8, 8, 8), [0.5], SELECTORS)
+        profile_trace(trace, PageGrid(8, 8, 8), Plan((0.5,)))
 
 
 @pytest.mark.parametrize("steps_per_block", [1, 2, 3])
@@ -244,12 +244,12 @@ def test_blocks_of_steps_give_the_same_numbers_as_one_block(
         5, n_token=90, n_step=5, n_head=6, alibi=True, softcap=4.0, sinks=True, dtype="float16"
     )
     trace = load_trace(make_trace(tmp_path / "trace", [layer]))
-    grid, budgets = PageGrid(8, 8, 8), [0.1, 0.4]
-    whole = profile_trace(trace, grid, budgets, SELECTORS)
+    grid, budgets = PageGrid(8, 8, 8), (0.1, 0.4)
+    whole = profile_trace(trace, grid, Plan(budgets))
     group, n_token = 3, 90
-    monkeypatch.setattr(masses, "BLOCK_LOGITS", steps_per_block * group * n_token)
+    monkeypatch.setattr(measure, "BLOCK_LOGITS", steps_per_block * group * n_token)
 
-    cut = profile_trace(trace, grid, budgets, SELECTORS)
+    cut = profile_trace(trace, grid, Plan(budgets))
 
     assert whole.n_unit == cut.n_unit == 10
     for budget in budgets:
@@ -273,8 +273,11 @@ def test_blocks_of_steps_give_the_same_numbers_as_one_block(
     ],
 )
 def test_blocks_hold_as_many_steps_as_fit(
-    monkeypatch: pytest.MonkeyPatch, values: int, blocks: list[slice]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: int, blocks: list[slice]
 ) -> None:
-    monkeypatch.setattr(masses, "BLOCK_LOGITS", values)
+    monkeypatch.setattr(measure, "BLOCK_LOGITS", values)
+    layer = load_trace(make_trace(tmp_path / "trace", [random_layer(n_token=10, n_step=5)])).layers[
+        0
+    ]
 
-    assert list(masses.step_blocks(5, 2, 10)) == blocks
+    assert list(measure.step_blocks(layer, 5, 10, 2, Plan(()))) == blocks

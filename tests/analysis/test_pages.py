@@ -131,7 +131,7 @@ def test_a_budget_below_one_page_buys_none() -> None:
     grid = PageGrid(page_size=32)
 
     assert grid.pages_for(0.005, 1024) == 0
-    assert grid.pages_for_all((0.005, 0.03125, 0.5), 1024).tolist() == [0, 1, 16]
+    assert grid.pages_for_all((0.005, 0.03125, 0.5), [1024, 64]).tolist() == [[0, 1, 16], [0, 0, 1]]
 
 
 def test_a_shortfall_is_said_in_tokens() -> None:

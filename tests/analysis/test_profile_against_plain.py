@@ -12,7 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from pytest_kvgate.analysis import SELECTORS, PageGrid, UndefinedError, pool, profile_trace
+from pytest_kvgate.analysis import SELECTORS, PageGrid, Plan, UndefinedError, pool, profile_trace
 from pytest_kvgate.trace import load_trace
 from tests.plain import eligible_pages, plain_profile
 from tests.traces import LayerArrays, make_trace
@@ -93,7 +93,7 @@ def test_every_number_of_the_profile_is_the_plain_one(setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = make_trace(Path(folder) / "trace", setup.layers, setup.n_visible)
         plain = plain_profile(directory, grid.page_size, grid.sinks, grid.recent)
-        fast = profile_trace(load_trace(directory), grid, setup.budgets, SELECTORS)
+        fast = profile_trace(load_trace(directory), grid, Plan(tuple(setup.budgets)))
 
     assert fast.skipped_units == plain.skipped_units
     # the order of units within a layer says nothing, so both sides are sorted
@@ -129,7 +129,7 @@ def test_a_required_budget_is_enough_and_one_step_less_is_not(
     with tempfile.TemporaryDirectory() as folder:
         directory = make_trace(Path(folder) / "trace", setup.layers, setup.n_visible)
         plain = plain_profile(directory, grid.page_size, grid.sinks, grid.recent)
-        fast = profile_trace(load_trace(directory), grid, [], SELECTORS)
+        fast = profile_trace(load_trace(directory), grid, Plan(()))
 
     for selector in SELECTORS:
         found = fast.required_budget(selector, coverage)
@@ -170,7 +170,7 @@ def test_every_unit_weighs_the_same_in_a_pool(setup: Setup, data: st.DataObject)
         ]
         pooled = pool(
             [
-                profile_trace(load_trace(directory), grid, [0.3, budget], SELECTORS)
+                profile_trace(load_trace(directory), grid, Plan((0.3, budget)))
                 for directory in (first, *others)
             ]
         )

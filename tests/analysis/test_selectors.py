@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import (
+    PAGE_SELECTORS,
     SELECTORS,
     NotMeasuredError,
     PageGrid,
+    Plan,
     Profile,
     UndefinedError,
     pool,
@@ -32,7 +39,7 @@ def profile_of(
     n_visible: list[int] | None = None,
 ) -> Profile:
     trace = load_trace(make_trace(path / "trace", layers, n_visible))
-    return profile_trace(trace, grid, budgets, SELECTORS)
+    return profile_trace(trace, grid, Plan(tuple(budgets)))
 
 
 # Pages of two tokens. Free: page 0 (sinks) and the last two tokens. Eligible: pages 1, 2 and 3,
@@ -52,7 +59,24 @@ def test_landmark_is_the_best_head_s_product_with_the_mean_key() -> None:
 
 
 def test_ranks_run_from_the_best_down_and_ties_go_to_the_lower_number() -> None:
-    assert rank(np.array([1.0, 3.0, 2.0, 3.0, 1.0])).tolist() == [1, 3, 2, 0, 4]
+    assert rank(np.array([1, 3, 2, 3, 1], dtype=np.float32)).tolist() == [1, 3, 2, 0, 4]
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    arrays(
+        np.float32,
+        array_shapes(min_dims=1, max_dims=3, max_side=20),
+        elements=st.one_of(
+            st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, 1e-45, -1e-45]),
+            st.floats(width=32, allow_nan=False),
+        ),
+    )
+)
+def test_a_rank_is_that_of_a_stable_sort(scores: NDArray[np.float32]) -> None:
+    wanted = np.argsort(-scores, axis=-1, kind="stable")
+
+    assert np.array_equal(rank(scores), wanted)
 
 
 def test_the_oracle_takes_the_heaviest_pages(tmp_path: Path) -> None:
@@ -300,9 +324,9 @@ def test_a_budget_below_one_page_is_undefined_and_says_why(tmp_path: Path) -> No
     # not asked for, and looked up on the grid of 0.1% steps
     with pytest.raises(UndefinedError, match=r"15% of 10 tokens is 1 tokens"):
         profile.coverage("oracle", 0.15)
-    assert np.isnan(profile.covered[:, 0]).all()
-    assert np.isnan(profile.total[:, 0]).all()
-    assert not np.isnan(profile.covered[:, 1]).any()
+    for name in ("coverage", "total_mass", "global_coverage", "starved"):
+        assert np.isnan(profile.numbers.units.numbers[name][:, 0]).all()
+    assert not np.isnan(profile.numbers.units.numbers["coverage"][:, 1]).any()
 
 
 def test_a_budget_below_one_page_at_one_step_is_undefined_for_all(tmp_path: Path) -> None:
@@ -359,7 +383,7 @@ def test_a_budget_that_was_measured_and_one_on_the_grid_agree(tmp_path: Path) ->
 
 def test_what_was_not_measured_is_named_with_what_was(tmp_path: Path) -> None:
     trace = load_trace(make_trace(tmp_path / "trace", [layer_of_masses(SIX_TENTHS)]))
-    profile = profile_trace(trace, GRID, [0.2], ["oracle"])
+    profile = profile_trace(trace, GRID, Plan((0.2,), ("oracle",)))
 
     with pytest.raises(NotMeasuredError, match=r"'landmark' was not measured; measured: oracle"):
         profile.coverage("landmark", 0.2)
@@ -376,9 +400,10 @@ def test_pages_with_equal_keys_tie_wherever_they_lie(n_page: int) -> None:
     page = rng.standard_normal((1, 8, 80)).astype(np.float32)
     queries = rng.standard_normal((5, 3, 80)).astype(np.float32)
 
-    scores = landmark(queries, PageKeys(np.repeat(page, n_page, axis=0)))
-
-    assert (scores == scores[:, :1]).all()
+    for selector in PAGE_SELECTORS.values():
+        if selector.numbers_per_dim:  # the others do not look at keys
+            scores = selector.scores(queries, PageKeys(np.repeat(page, n_page, axis=0)))
+            assert (scores == scores[:, :1]).all()
 
 
 def test_a_required_budget_reaches_exactly_the_coverage_that_is_reported_there(
