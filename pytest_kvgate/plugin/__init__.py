@@ -19,6 +19,7 @@ from pytest_kvgate.plugin.items import (
     ROWS,
     RUNNING,
     broken_evidence,
+    chosen,
     comment_on_outcome,
     declared_gates,
     fail_unexcused,
@@ -33,6 +34,7 @@ from pytest_kvgate.plugin.items import (
     unanswered_rows,
 )
 from pytest_kvgate.plugin.reports import VerdictCollector, write_reports
+from pytest_kvgate.plugin.scorer import kvgate_scorer
 from pytest_kvgate.plugin.state import (
     NO_EVIDENCE,
     STATE,
@@ -48,6 +50,8 @@ from pytest_kvgate.plugin.state import (
 if TYPE_CHECKING:
     from pytest_kvgate.analysis import Profile
     from pytest_kvgate.trace import Trace
+
+__all__ = ["kvgate_profile", "kvgate_scorer", "kvgate_trace"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,7 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     choices: list[tuple[str, tuple[int, int | None]]] = [
         (subject.label, (number, None)) for number, subject in enumerate(subjects)
     ]
-    if "kvgate_trace" in metafunc.fixturenames:
+    if not {"kvgate_trace", "kvgate_scorer"}.isdisjoint(metafunc.fixturenames):
         choices = [
             (source.label, (number, position))
             for number, subject in enumerate(subjects)
@@ -283,7 +287,7 @@ def kvgate_profile(
             f"{' and '.join(map(str, sorted(sizes)))} tokens. Split the test, one page size each.",
         )
     page_size = sizes.pop() if sizes else session.page_size
-    subject = session.subjects[_chosen(request.node, _kvgate_choice, len(session.subjects))[0]]
+    subject = session.subjects[chosen(request.node, _kvgate_choice, len(session.subjects))[0]]
     with broken_evidence(request.node):
         session.describe(subject, page_size)
         return session.trusted_profile(subject, page_size)
@@ -297,7 +301,7 @@ def kvgate_trace(
     session = require_session(request.config)
     state_of(request.config).used |= not request.node.stash.get(GATES, ())
     n_source = sum(len(subject.sources) for subject in session.subjects)
-    subject, position = _chosen(request.node, _kvgate_choice, n_source)
+    subject, position = chosen(request.node, _kvgate_choice, n_source)
     with broken_evidence(request.node):
         return session.evidence.trace(session.subjects[subject].sources[position or 0])
 
@@ -307,17 +311,3 @@ def _kvgate_choice(request: pytest.FixtureRequest) -> tuple[int, int | None] | N
     """Which subject, and which of its sources, a test is about; None where it was not asked."""
     choice: tuple[int, int | None] | None = getattr(request, "param", None)
     return choice
-
-
-def _chosen(
-    item: pytest.Item, choice: tuple[int, int | None] | None, n_choice: int
-) -> tuple[int, int | None]:
-    """Return the choice, or the only one there is."""
-    if choice is None and n_choice > 1:
-        fail_unexcused(
-            item,
-            f"kvgate has {n_choice} models or traces, and this test cannot run once for each: it "
-            "asks for the fixture while it runs. Name kvgate_profile or kvgate_trace among its "
-            "arguments.",
-        )
-    return choice or (0, None)

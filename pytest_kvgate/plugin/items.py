@@ -135,6 +135,20 @@ def fail_unexcused(item: pytest.Item, text: str) -> NoReturn:
     pytest.fail(text, pytrace=False)
 
 
+def chosen(
+    item: pytest.Item, choice: tuple[int, int | None] | None, n_choice: int
+) -> tuple[int, int | None]:
+    """Return the choice, or the only one there is."""
+    if choice is None and n_choice > 1:
+        fail_unexcused(
+            item,
+            f"kvgate has {n_choice} models or traces, and this test cannot run once for each: it "
+            "asks for the fixture while it runs. Name kvgate_profile or kvgate_trace among its "
+            "arguments.",
+        )
+    return choice or (0, None)
+
+
 def unanswered_rows(item: pytest.Item, verdict: Verdict, reason: str) -> list[dict[str, Any]]:
     """Return a row for every gate of a test that could not be judged."""
     gates = item.stash.get(GATES, ())
