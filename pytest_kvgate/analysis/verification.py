@@ -17,8 +17,8 @@ SOFTMAX_TOLERANCE = 1e-3
 SOFTMAX_REFERENCE = "softmax"
 
 #: Worst relative error of one head's attention output that is tolerated. The product rounds the
-#: softmax to V's half precision. Done likewise, right reads lie near 1e-7 (tiny models) to 2e-4
-#: (SmolLM2) on the CPU, and near 4e-4 without it. Shifted heads or positions lie above 1e-1, but a
+#: softmax to V's half precision. Done likewise, right reads on the CPU lie below 3e-5 (tiny models)
+#: and near 1e-4 (SmolLM2); without it, below 5e-4. Shifted heads or positions lie above 1e-1, but a
 #: wrong row that no head gives a hundredth of its mass can hide below the tolerance.
 OUTPUT_TOLERANCE = 1e-2
 
