@@ -6,7 +6,6 @@ what the next step needs of the one before is carried from block to block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +55,8 @@ class LayerTally:
             for place in np.ndindex(n_selector, n_budget, layer.n_head_kv)
             if plan.selectors[place[0]] != TOKEN_ORACLE
         }
+        pool = exact(plan.pool)
+        self._pool = pool.numerator, pool.denominator
         self._reuse = np.zeros((n_selector, n_budget, N_POOL + 2), dtype=np.int64)
 
     def add(self, steps: Sequence[Step], pages: BlockPages, heads: Sequence[HeadPages]) -> None:
@@ -198,20 +199,20 @@ class LayerTally:
         """Run the LRU pools over the steps."""
         for column, head in np.ndindex(pages.chosen.shape[1], len(heads)):
             pool, order = self._pools[row, column, head], heads[head].orders[name]
-            histogram = self._reuse[row, column]
-            for step, k in enumerate(pages.chosen[:, column]):
-                if not k or not counted[head, step]:
-                    continue
-                asked, is_new = int(pages.asked[step, column]), pool.is_new
-                hits, needed = pool.access(order[step, :k], self._capacity(asked))
+            needed, sizes = [], []
+            for step in np.flatnonzero(counted[head] & (pages.chosen[:, column] > 0)):
+                k, asked = int(pages.chosen[step, column]), int(pages.asked[step, column])
+                is_new, capacity = pool.is_new, asked * self._pool[0] // self._pool[1]
+                hits, found = pool.access(order[step, :k], capacity)
                 if not is_new:  # the first selection only fills the pool
                     numbers["hits"][row, column, head, step] = hits
                     numbers["accesses"][row, column, head, step] = k
-                    histogram += pool_histogram(needed, asked)
-
-    def _capacity(self, k: int) -> int:
-        """Return how many pages the pool holds where the budget buys k."""
-        return math.floor(exact(self._plan.pool) * k)
+                    needed.append(found)
+                    sizes.append(np.full(k, asked))
+            if needed:
+                self._reuse[row, column] += pool_histogram(
+                    np.concatenate(needed), np.concatenate(sizes)
+                )
 
     def _unrotated(
         self, pages: BlockPages, heads: Sequence[HeadPages], with_page: NDArray[np.float64]

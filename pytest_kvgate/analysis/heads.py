@@ -59,8 +59,7 @@ def head_pages(
     but the oracles; ``values`` is ``[n_token, d_v]`` or None.
     """
     eligible = pages.is_eligible
-    by_page = _pad(token_mass[:, pages.positions], pages).reshape(*eligible.shape, -1)
-    by_page = np.where(eligible[..., None], by_page, np.float32(0))
+    by_page = _eligible_masses(token_mass, pages)
     # a product with ones is the fastest sum over a short axis
     page_mass = by_page @ np.ones(pages.grid.page_size, dtype=np.float32)
     inside = attention.inside(pages.positions.start, pages.ends)
@@ -99,18 +98,22 @@ def head_pages(
     )
 
 
-def _pad(masses: NDArray[np.float32], pages: BlockPages) -> NDArray[np.float32]:
-    """Append the positions that no step of this block sees, though a later one does."""
-    missing = pages.n_page * pages.grid.page_size - masses.shape[1]
-    return np.pad(masses, ((0, 0), (0, missing))) if missing else masses
+def _eligible_masses(token_mass: NDArray[np.float32], pages: BlockPages) -> NDArray[np.float32]:
+    """Return ``[n_step, N, page_size]`` masses, 0 where a page is not eligible."""
+    size = pages.grid.page_size
+    masses = np.empty((len(token_mass), pages.n_page * size), dtype=np.float32)
+    for step, n_eligible in enumerate(pages.n_eligible):
+        end = n_eligible * size
+        masses[step, :end] = token_mass[step, pages.positions][:end]
+        masses[step, end:] = 0
+    return masses.reshape(len(token_mass), pages.n_page, size)
 
 
 def _best_tokens(by_page: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the mass of the best page_size tokens, of the next ones, and so on."""
-    n_step, n_page, page_size = by_page.shape
-    ascending = np.sort(by_page.reshape(n_step, -1), axis=1)
-    ones = np.ones(page_size, dtype=np.float32)
-    return (ascending.reshape(n_step, n_page, page_size) @ ones)[:, ::-1]
+    """Return the mass of the best page_size tokens, of the next ones, and so on; sorts in place."""
+    n_step, _, page_size = by_page.shape
+    by_page.reshape(n_step, -1).sort(axis=1)
+    return (by_page @ np.ones(page_size, dtype=np.float32))[:, ::-1]
 
 
 def _curve(ranked: NDArray[np.float32]) -> NDArray[np.float64]:

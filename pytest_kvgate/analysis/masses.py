@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.trace import FloatArray, Layer, TraceError
 
-#: Weights held at once, in float32 values; bounds a block of steps to 128 MiB.
-BLOCK_LOGITS = 32 * 2**20
+#: Weights held at once in all threads, in float32 values; bounds a block of steps to 256 MiB.
+BLOCK_LOGITS = 64 * 2**20
 #: Logits of one tile: 1.5 MiB in float32, which stays in the processor's cache.
 TILE_LOGITS = 3 * 2**17
 SHORTEST_TILE, LONGEST_TILE = 128, 4096

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,7 @@ from pytest_kvgate.analysis.selectors import (
     Selector,
     landmark,
 )
+from pytest_kvgate.analysis.threads import Workers
 from pytest_kvgate.analysis.units import LayerNumbers
 from pytest_kvgate.trace import Layer, Step
 
@@ -40,7 +43,11 @@ BLOCK_SCORES = 8 * 2**20
 
 
 def measure_layer(
-    layer: Layer, steps: tuple[Step, ...], grids: Sequence[PageGrid], plan: Plan
+    layer: Layer,
+    steps: tuple[Step, ...],
+    grids: Sequence[PageGrid],
+    plan: Plan,
+    threads: Workers,
 ) -> list[LayerNumbers]:
     """Measure one layer on several page grids.
 
@@ -53,14 +60,17 @@ def measure_layer(
     for grid in grids:
         first, end = grid.eligible(n_last)
         tallies.append(LayerTally(layer, plan, end - first))
-    for block in step_blocks(layer, len(steps), n_last, min(g.page_size for g in grids), plan):
+    n_thread = min(threads.count, layer.n_head_kv)
+    smallest = min(grid.page_size for grid in grids)
+    stores: SimpleQueue[NDArray[np.float32]] = SimpleQueue()
+    for block in step_blocks(layer, len(steps), n_last, smallest, plan, n_thread):
         n_visible = [step.n_visible for step in steps[block]]
         pages = [block_pages(grid, plan.budgets, n_visible, n_last) for grid in grids]
-        store = np.empty(len(n_visible) * layer.group_size * n_visible[-1], dtype=np.float32)
-        heads = [
-            _measure_head(layer, kv_head, block, n_visible, pages, plan, store)
-            for kv_head in range(layer.n_head_kv)
-        ]
+        if not block.start:  # the first block is the largest; fresh memory costs time
+            for _ in range(n_thread):
+                stores.put(np.empty(len(n_visible) * layer.group_size * n_last, dtype=np.float32))
+        measure = partial(_measure_head, layer, block, n_visible, pages, plan, stores)
+        heads = list(threads.executor.map(measure, range(layer.n_head_kv)))
         for number, tally in enumerate(tallies):
             tally.add(steps[block], pages[number], [head[number] for head in heads])
     return [tally.finish() for tally in tallies]
@@ -82,10 +92,10 @@ def compatible(grids: Sequence[PageGrid]) -> Iterator[list[int]]:
 
 
 def step_blocks(
-    layer: Layer, n_step: int, n_token: int, page_size: int, plan: Plan
+    layer: Layer, n_step: int, n_token: int, page_size: int, plan: Plan, n_thread: int = 1
 ) -> Iterator[slice]:
     """Cut the steps into blocks whose weights and page scores fit into memory."""
-    per_step = layer.group_size * n_token / BLOCK_LOGITS
+    per_step = n_thread * layer.group_size * n_token / BLOCK_LOGITS
     n_page = layer.n_head_kv * (n_token // page_size + 1)
     per_step = max(per_step, n_page * 3 * (len(plan.selectors) + 2) / BLOCK_SCORES)
     size = max(1, int(1 / per_step))
@@ -95,14 +105,33 @@ def step_blocks(
 
 def _measure_head(
     layer: Layer,
+    block: slice,
+    n_visible: Sequence[int],
+    pages: Sequence[BlockPages],
+    plan: Plan,
+    stores: SimpleQueue[NDArray[np.float32]],
     kv_head: int,
+) -> list[HeadPages]:
+    """Stream the context past one KV head's queries once; return its pages on every grid.
+
+    The memory for its weights is borrowed from ``stores``.
+    """
+    store = stores.get()
+    try:
+        return _stream_head(layer, block, n_visible, pages, plan, store, kv_head)
+    finally:
+        stores.put(store)
+
+
+def _stream_head(
+    layer: Layer,
     block: slice,
     n_visible: Sequence[int],
     pages: Sequence[BlockPages],
     plan: Plan,
     store: NDArray[np.float32],
+    kv_head: int,
 ) -> list[HeadPages]:
-    """Stream the context past one KV head's queries once; return its pages on every grid."""
     n_token = n_visible[-1]
     queries = np.asarray(layer.q[block, layer.query_heads(kv_head)], dtype=np.float32)
     selectors = _page_selectors(layer, plan)

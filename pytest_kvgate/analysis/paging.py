@@ -44,7 +44,7 @@ class LruPool:
             where none would, because the page is selected for the first time.
         """
         needed = self._depth[pages]
-        hits = int(((needed > 0) & (needed <= self._n_resident)).sum())
+        hits = int(np.count_nonzero((needed > 0) & (needed <= self._n_resident)))
         self._depth[pages] = 0
         others = self._recent[self._depth[self._recent] > 0]
         self._recent = np.concatenate([np.sort(pages)[::-1], others])
@@ -53,11 +53,11 @@ class LruPool:
         return hits, needed
 
 
-def pool_histogram(needed: NDArray[np.int64], k: int) -> NDArray[np.int64]:
-    """Count accesses by the pool they need, ``[N_POOL + 2]``.
+def pool_histogram(needed: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count accesses by the pool they need, ``[N_POOL + 2]``; both arguments are ``[n_access]``.
 
     Entry 0 counts first selections, which no pool serves; entry i those that ``i · POOL_STEP · k``
     pages serve and fewer do not; the last one those that need more than `LARGEST_POOL` times k.
     """
     steps = -(-needed * round(1 / POOL_STEP) // k)
-    return np.bincount(np.minimum(steps, N_POOL + 1).ravel(), minlength=N_POOL + 2)
+    return np.bincount(np.minimum(steps, N_POOL + 1), minlength=N_POOL + 2)

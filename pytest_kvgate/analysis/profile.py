@@ -20,6 +20,7 @@ from pytest_kvgate.analysis.measure import compatible, measure_layer
 from pytest_kvgate.analysis.pages import BUDGET_GRID, PageGrid
 from pytest_kvgate.analysis.plan import Plan
 from pytest_kvgate.analysis.selectors import TOKEN_ORACLE
+from pytest_kvgate.analysis.threads import workers
 from pytest_kvgate.analysis.units import LayerNumbers
 from pytest_kvgate.analysis.wording import percent
 from pytest_kvgate.trace import Trace, TraceError
@@ -370,12 +371,13 @@ def profile_on_grids(trace: Trace, grids: Sequence[PageGrid], plan: Plan) -> tup
     for grid in grids:
         require_pages(trace, grid)
     numbers: dict[int, list[LayerNumbers]] = {position: [] for position in range(len(grids))}
-    for layer in trace.paged_layers:
-        for group in compatible(grids):
-            chosen = [grids[position] for position in group]
-            measured = measure_layer(layer, trace.steps, chosen, plan)
-            for position, found in zip(group, measured, strict=True):
-                numbers[position].append(found)
+    with workers(max(layer.n_head_kv for layer in trace.paged_layers)) as threads:
+        for layer in trace.paged_layers:
+            for group in compatible(grids):
+                chosen = [grids[position] for position in group]
+                measured = measure_layer(layer, trace.steps, chosen, plan, threads)
+                for position, found in zip(group, measured, strict=True):
+                    numbers[position].append(found)
     return tuple(
         Profile((trace,), grid, plan, LayerNumbers.joined(numbers[position]))
         for position, grid in enumerate(grids)
