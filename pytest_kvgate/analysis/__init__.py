@@ -8,6 +8,8 @@ from pytest_kvgate.analysis.profile import (
     NotMeasuredError,
     Profile,
     UndefinedError,
+)
+from pytest_kvgate.analysis.profiling import (
     pool,
     profile_on_grids,
     profile_trace,

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis.heads import HeadPages
+from pytest_kvgate.analysis.overlap import overlap_with_step_before
 from pytest_kvgate.analysis.pages import BUDGET_GRID, BlockPages
-from pytest_kvgate.analysis.paging import N_POOL, LruPool, pool_histogram
+from pytest_kvgate.analysis.paging import PagingTally
 from pytest_kvgate.analysis.plan import Plan
-from pytest_kvgate.analysis.selectors import TOKEN_ORACLE, rank
+from pytest_kvgate.analysis.selectors import TOKEN_ORACLE
+from pytest_kvgate.analysis.sharing import shared_budget
 from pytest_kvgate.analysis.units import PER_BUDGET, LayerNumbers, Units
-from pytest_kvgate.analysis.wording import exact
 from pytest_kvgate.trace import Layer, Step
 
 #: A unit with less eligible mass than this has nothing to select; it is skipped and counted.
@@ -27,15 +28,18 @@ LEAST_ELIGIBLE_MASS = 1e-12
 #: Landmark over the dims that RoPE never turns; measured beside the selectors, never listed.
 UNROTATED = "unrotated landmark"
 
+Numbers = dict[str, NDArray[np.float64]]
+
 
 @dataclass(frozen=True)
 class _Before:
-    """The last step of the block before: its decode index, orders per selector and choices."""
+    """The last step of the block before; arrays keep an axis of one step."""
 
     decode_index: int
-    counted: NDArray[np.bool_]
-    orders: dict[str, NDArray[np.int64]]
+    orders: tuple[NDArray[np.int64], ...]
+    places: tuple[NDArray[np.int64], ...]
     chosen: NDArray[np.int64]
+    counted: NDArray[np.bool_]
 
 
 class LayerTally:
@@ -43,21 +47,15 @@ class LayerTally:
 
     def __init__(self, layer: Layer, plan: Plan, n_page: int) -> None:
         self._layer, self._plan = layer, plan
-        self._n_page = n_page
+        self._page_rows = [row for row, name in enumerate(plan.selectors) if name != TOKEN_ORACLE]
         self._before: _Before | None = None
         self._units: list[Units] = []
         self._skipped = 0
-        n_selector, n_budget = len(plan.selectors), len(plan.budgets)
-        self._covered = np.zeros((n_selector, len(BUDGET_GRID)))
+        self._covered = np.zeros((len(plan.selectors), len(BUDGET_GRID)))
         self._total = np.zeros_like(self._covered)
-        self._pools = {
-            place: LruPool(n_page)
-            for place in np.ndindex(n_selector, n_budget, layer.n_head_kv)
-            if plan.selectors[place[0]] != TOKEN_ORACLE
-        }
-        pool = exact(plan.pool)
-        self._pool = pool.numerator, pool.denominator
-        self._reuse = np.zeros((n_selector, n_budget, N_POOL + 2), dtype=np.int64)
+        self._paging = PagingTally(
+            len(self._page_rows), layer.n_head_kv, len(plan.budgets), n_page, plan.pool
+        )
 
     def add(self, steps: Sequence[Step], pages: BlockPages, heads: Sequence[HeadPages]) -> None:
         """Take the next steps, with one `HeadPages` per KV head."""
@@ -65,179 +63,142 @@ class LayerTally:
         eligible = np.stack([head.eligible for head in heads])
         total = np.stack([head.total for head in heads])
         counted = eligible >= LEAST_ELIGIBLE_MASS
-        with_page = np.where(pages.asked > 0, 1.0, np.nan)
         shape = (len(plan.selectors), len(plan.budgets), *counted.shape)
         numbers = {name: np.full(shape, np.nan) for name in PER_BUDGET}
         needed = np.full((len(plan.selectors), len(plan.coverages), *counted.shape), np.nan)
         with np.errstate(invalid="ignore", divide="ignore"):  # of units that do not count
-            eligible_part = eligible / total
+            part = eligible / total
         for row, name in enumerate(plan.selectors):
             curves = np.stack([head.curves[name] for head in heads])
-            on_grid = _read(curves, pages.on_grid)
-            covered = np.moveaxis(_read(curves, pages.chosen) * with_page, -1, 0)
+            covered = _at_budgets(curves, pages)
             numbers["coverage"][row] = covered
-            numbers["total_mass"][row] = 1 - eligible_part + covered * eligible_part
-            self._covered[row] += on_grid[counted].sum(axis=0)
-            part = eligible_part[counted][:, None]
-            self._total[row] += (1 - part + on_grid[counted] * part).sum(axis=0)
+            numbers["total_mass"][row] = 1 - part + covered * part
+            self._add_to_curves(row, curves, np.where(counted, part, 0.0), counted, pages)
             for column, coverage in enumerate(plan.coverages):
-                reached = on_grid >= coverage
-                first = np.array(BUDGET_GRID)[reached.argmax(axis=-1)]
-                needed[row, column] = np.where(reached.any(axis=-1), first, np.nan)
-            if name == TOKEN_ORACLE:
-                continue
-            self._add_overlap(numbers, row, name, pages, heads, counted)
-            self._add_global(numbers, row, name, pages, heads)
-            self._add_paging(numbers, row, name, pages, heads, counted)
-            for head, measured in enumerate(heads):
-                if name in measured.output_errors:
-                    numbers["output_error"][row, :, head] = (
-                        measured.output_errors[name] * with_page
-                    ).T
-        self._keep(steps, numbers, needed, self._unrotated(pages, heads, with_page), heads, counted)
-        self._before = _Before(
-            steps[-1].decode_index,
-            counted[:, -1:],
-            {
-                name: np.stack([head.orders[name][-1:] for head in heads])
-                for name in plan.selectors
-                if name != TOKEN_ORACLE
-            },
-            pages.chosen[-1:],
-        )
+                k = (curves < coverage).sum(axis=-1)
+                needed[row, column] = pages.grid.budgets_for(k, pages.n_visible)
+        selections = self._add_selections(numbers, pages, heads, counted)
+        self._keep(steps, numbers, needed, heads, counted, pages)
+        self._before = _Before(steps[-1].decode_index, *selections)
 
     def finish(self) -> LayerNumbers:
         """Return what was gathered."""
+        reuse = np.zeros((len(self._plan.selectors), *self._paging.reuse.shape[1:]), dtype=np.int64)
+        reuse[self._page_rows] = self._paging.reuse
         return LayerNumbers(
             units=Units.joined(self._units),
             layers=np.array([self._layer.index]),
             n_unit=np.array([sum(len(units.layer) for units in self._units)]),
             covered=self._covered[None],
             total=self._total[None],
-            reuse=self._reuse,
+            reuse=reuse,
             skipped_units=self._skipped,
+        )
+
+    def _add_to_curves(
+        self,
+        row: int,
+        curves: NDArray[np.float64],
+        part: NDArray[np.float64],
+        counted: NDArray[np.bool_],
+        pages: BlockPages,
+    ) -> None:
+        """Add to the sums of coverage and total mass at each budget of the grid.
+
+        ``part`` is the eligible part of a unit's mass, 0 where the unit does not count.
+        """
+        by_step = np.einsum("hsn,hs->sn", curves, counted.astype(np.float64))
+        self._covered[row] += np.take_along_axis(by_step, pages.on_grid, axis=1).sum(axis=0)
+        by_step = np.einsum("hsn,hs->sn", curves, part)
+        self._total[row] += np.take_along_axis(by_step, pages.on_grid, axis=1).sum(axis=0)
+        self._total[row] += (counted - part).sum()
+
+    def _add_selections(
+        self,
+        numbers: Numbers,
+        pages: BlockPages,
+        heads: Sequence[HeadPages],
+        counted: NDArray[np.bool_],
+    ) -> tuple[
+        tuple[NDArray[np.int64], ...],
+        tuple[NDArray[np.int64], ...],
+        NDArray[np.int64],
+        NDArray[np.bool_],
+    ]:
+        """Fill in what depends on which pages are selected; return the last step's ranking."""
+        masses = np.stack([head.page_mass for head in heads])
+        orders, places = [], []
+        for position, row in enumerate(self._page_rows):
+            name = self._plan.selectors[row]
+            order = np.stack([head.orders[name] for head in heads])
+            place = np.empty_like(order)
+            np.put_along_axis(place, order, np.arange(order.shape[-1])[None, None], axis=-1)
+            orders.append(order)
+            places.append(place)
+            self._add_overlap(numbers, row, position, order, place, masses, pages, counted)
+            scores = np.stack([head.scores[name] for head in heads])
+            numbers["global_coverage"][row], numbers["starved"][row] = shared_budget(
+                scores, masses, pages
+            )
+            for head, measured in enumerate(heads):
+                if name in measured.output_errors:
+                    errors = np.where(pages.asked > 0, measured.output_errors[name], np.nan)
+                    numbers["output_error"][row, :, head] = errors.T
+        hits, accesses = self._paging.add(places, pages, counted)
+        numbers["hits"][self._page_rows] = hits
+        numbers["accesses"][self._page_rows] = accesses
+        return (
+            tuple(order[:, -1:] for order in orders),
+            tuple(place[:, -1:] for place in places),
+            pages.chosen[-1:],
+            counted[:, -1:],
         )
 
     def _add_overlap(
         self,
-        numbers: dict[str, NDArray[np.float64]],
+        numbers: Numbers,
         row: int,
-        name: str,
+        position: int,
+        order: NDArray[np.int64],
+        place: NDArray[np.int64],
+        masses: NDArray[np.float32],
         pages: BlockPages,
-        heads: Sequence[HeadPages],
         counted: NDArray[np.bool_],
     ) -> None:
-        """Fill in Jaccard and stale coverage of the steps that have one before them."""
-        orders = np.stack([head.orders[name] for head in heads])
+        """Fill in Jaccard overlap and stale coverage of the steps that have one before them."""
         chosen, before = pages.chosen, self._before
-        if before is not None:
-            orders = np.concatenate([before.orders[name], orders], axis=1)
+        if before is None:
+            masses = masses[:, 1:]
+        else:
+            order = np.concatenate([before.orders[position], order], axis=1)
+            place = np.concatenate([before.places[position], place], axis=1)
             chosen = np.concatenate([before.chosen, chosen])
             counted = np.concatenate([before.counted, counted], axis=1)
-        if orders.shape[1] < 2:
-            return
-        place = np.empty_like(orders)
-        np.put_along_axis(place, orders, np.arange(self._n_page)[None, None], axis=-1)
-        widest = int(chosen.max(initial=0))
-        place_before = np.take_along_axis(place[:, :-1], orders[:, 1:, :widest], axis=-1)
-        masses = np.stack([head.page_mass for head in heads])[:, -(orders.shape[1] - 1) :]
-        stale = np.zeros((*masses.shape[:2], widest + 1))
-        held = np.take_along_axis(masses, orders[:, :-1, :widest], axis=-1)
-        np.cumsum(held, axis=-1, dtype=np.float64, out=stale[..., 1:])
-        with np.errstate(invalid="ignore", divide="ignore"):
-            stale /= masses.sum(axis=-1, dtype=np.float64)[..., None]
-        both = counted[:, 1:] & counted[:, :-1]
-        for column in range(chosen.shape[1]):
-            now, then = chosen[1:, column], chosen[:-1, column]
-            shared = (place_before < then[:, None]) & (np.arange(widest) < now[:, None])
-            common = shared.sum(axis=-1)
-            valid = both & (now > 0) & (then > 0)
-            union = np.maximum(now + then - common, 1)
-            at = (row, column, slice(None), slice(-len(now), None))
-            numbers["jaccard"][at] = np.where(valid, common / union, np.nan)
-            kept = _read(stale, then[:, None])[..., 0]
-            numbers["stale_coverage"][at] = np.where(valid, kept, np.nan)
-
-    def _add_global(
-        self,
-        numbers: dict[str, NDArray[np.float64]],
-        row: int,
-        name: str,
-        pages: BlockPages,
-        heads: Sequence[HeadPages],
-    ) -> None:
-        """Fill in the coverage of a layer's best (head, page) pairs, and who got none of them."""
-        n_head, n_step = len(heads), len(pages.chosen)
-        scores = np.stack([head.scores[name] for head in heads], axis=-1)
-        scores = np.where(pages.is_eligible[..., None], scores, np.float32(-np.inf))
-        masses = np.stack([head.page_mass for head in heads], axis=-1).reshape(n_step, -1)
-        # (page, head) pairs in the order of ties: the lower page, then the lower head
-        widest = int(pages.chosen.max(initial=0)) * n_head
-        order = rank(scores.reshape(n_step, -1))[:, :widest]
-        held = np.take_along_axis(masses, order, axis=1).astype(np.float64)
-        unit = np.arange(n_step)[:, None] * n_head + order % n_head
-        whole = np.stack([head.page_mass.sum(axis=1, dtype=np.float64) for head in heads])
-        for column in range(pages.chosen.shape[1]):
-            taken = np.arange(widest) < pages.chosen[:, column, None] * n_head
-            count = np.bincount(unit[taken], minlength=n_step * n_head).reshape(n_step, n_head).T
-            mass = np.bincount(unit[taken], held[taken], minlength=n_step * n_head)
-            with np.errstate(invalid="ignore", divide="ignore"):
-                coverage = mass.reshape(n_step, n_head).T / whole
-            defined = pages.asked[:, column] > 0
-            numbers["global_coverage"][row, column] = np.where(defined, coverage, np.nan)
-            numbers["starved"][row, column] = np.where(defined, count == 0, np.nan)
-
-    def _add_paging(
-        self,
-        numbers: dict[str, NDArray[np.float64]],
-        row: int,
-        name: str,
-        pages: BlockPages,
-        heads: Sequence[HeadPages],
-        counted: NDArray[np.bool_],
-    ) -> None:
-        """Run the LRU pools over the steps."""
-        for column, head in np.ndindex(pages.chosen.shape[1], len(heads)):
-            pool, order = self._pools[row, column, head], heads[head].orders[name]
-            needed, sizes = [], []
-            for step in np.flatnonzero(counted[head] & (pages.chosen[:, column] > 0)):
-                k, asked = int(pages.chosen[step, column]), int(pages.asked[step, column])
-                is_new, capacity = pool.is_new, asked * self._pool[0] // self._pool[1]
-                hits, found = pool.access(order[step, :k], capacity)
-                if not is_new:  # the first selection only fills the pool
-                    numbers["hits"][row, column, head, step] = hits
-                    numbers["accesses"][row, column, head, step] = k
-                    needed.append(found)
-                    sizes.append(np.full(k, asked))
-            if needed:
-                self._reuse[row, column] += pool_histogram(
-                    np.concatenate(needed), np.concatenate(sizes)
-                )
-
-    def _unrotated(
-        self, pages: BlockPages, heads: Sequence[HeadPages], with_page: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """Return coverage of landmark without rotated dims, ``[n_budget, H, n_step]``, or NaN."""
-        if UNROTATED not in heads[0].curves:
-            return np.full((len(self._plan.budgets), len(heads), len(pages.chosen)), np.nan)
-        curves = np.stack([head.curves[UNROTATED] for head in heads])
-        return np.moveaxis(_read(curves, pages.chosen) * with_page, -1, 0)
+        n_step = masses.shape[1]
+        if n_step:
+            jaccard, stale = overlap_with_step_before(order, place, masses, chosen, counted)
+            numbers["jaccard"][row, :, :, -n_step:] = jaccard
+            numbers["stale_coverage"][row, :, :, -n_step:] = stale
 
     def _keep(
         self,
         steps: Sequence[Step],
-        numbers: dict[str, NDArray[np.float64]],
+        numbers: Numbers,
         needed: NDArray[np.float64],
-        unrotated: NDArray[np.float64],
         heads: Sequence[HeadPages],
         counted: NDArray[np.bool_],
+        pages: BlockPages,
     ) -> None:
         """Keep the units that count, and count the others."""
         self._skipped += int((~counted).sum())
         decode = [step.decode_index for step in steps]
         first = self._before.decode_index if self._before is not None else decode[0]
-        places = np.array([first, *decode], dtype=np.int64)
-        lag = places[1:] - places[:-1]
+        sampled = np.array([first, *decode], dtype=np.int64)
+        lag = sampled[1:] - sampled[:-1]
+        unrotated = np.full((len(self._plan.budgets), *counted.shape), np.nan)
+        if UNROTATED in heads[0].curves:
+            curves = np.stack([head.curves[UNROTATED] for head in heads])
+            unrotated = _at_budgets(curves, pages)
         n_unit = int(counted.sum())
         self._units.append(
             Units(
@@ -256,7 +217,11 @@ class LayerTally:
         )
 
 
-def _read(curves: NDArray[np.float64], pages: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Read ``[H, n_step, n + 1]`` curves at ``[n_step, m]`` numbers of pages."""
-    wanted = np.broadcast_to(pages, (len(curves), *pages.shape))
-    return np.take_along_axis(curves, wanted, axis=-1)
+def _at_budgets(curves: NDArray[np.float64], pages: BlockPages) -> NDArray[np.float64]:
+    """Read ``[H, n_step, N + 1]`` curves at each budget: ``[n_budget, H, n_step]``.
+
+    NaN where the budget is below one page.
+    """
+    wanted = np.broadcast_to(pages.chosen, (len(curves), *pages.chosen.shape))
+    covered = np.take_along_axis(curves, wanted, axis=-1)
+    return np.moveaxis(np.where(pages.asked > 0, covered, np.nan), -1, 0)

@@ -70,6 +70,19 @@ class PageGrid:
         ]
         return np.array(pages, dtype=np.int64).reshape(len(n_visible), len(budgets))
 
+    def budgets_for(
+        self, pages: NDArray[np.int64], n_visible: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return the smallest budgets of `BUDGET_GRID` that buy so many pages; NaN: none does.
+
+        Both arguments have the shape of the result.
+        """
+        steps = -(-pages * len(BUDGET_GRID) * self.page_size // n_visible)
+        steps = np.maximum(steps, 1)
+        known = np.array((math.nan, *BUDGET_GRID, math.nan))
+        budgets: NDArray[np.float64] = known[np.minimum(steps, len(BUDGET_GRID) + 1)]
+        return budgets
+
     def pages_on_grid(self, n_visible: Sequence[int]) -> NDArray[np.int64]:
         """Return ``[n_step, 1000]`` pages, as `pages_for` does for each budget of `BUDGET_GRID`."""
         steps = np.arange(1, len(BUDGET_GRID) + 1)
@@ -89,7 +102,8 @@ class PageGrid:
 class BlockPages:
     """What a block of steps may select on one page grid.
 
-    ``first`` is the first eligible page and ``n_page`` is N. ``n_eligible`` is ``[n_step]``;
+    ``first`` is the first eligible page and ``n_page`` is N. ``n_visible`` and ``n_eligible`` are
+    ``[n_step]``, tokens and pages;
     ``asked`` is ``[n_step, n_budget]``, the pages that each budget buys, and ``chosen`` the same
     but no more than are eligible; ``on_grid`` is ``[n_step, 1000]``, like ``chosen`` on the grid of
     budgets.
@@ -98,6 +112,7 @@ class BlockPages:
     grid: PageGrid
     first: int
     n_page: int
+    n_visible: NDArray[np.int64]
     n_eligible: NDArray[np.int64]
     asked: NDArray[np.int64]
     chosen: NDArray[np.int64]
@@ -131,6 +146,7 @@ def block_pages(
         grid=grid,
         first=first,
         n_page=last - first,
+        n_visible=np.array(n_visible, dtype=np.int64),
         n_eligible=n_eligible,
         asked=asked,
         chosen=np.minimum(asked, n_eligible[:, None]),

@@ -1,63 +1,162 @@
 """Paging simulation: what an LRU pool of resident pages would have to fetch.
 
-One pool per unit line (trace, layer, KV head), for one selector and one budget.
+One pool per unit line (trace, layer, KV head), for each selector and each budget.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+from pytest_kvgate.analysis.pages import BlockPages
+from pytest_kvgate.analysis.wording import exact
 
 #: Pool sizes that 99% hits are looked for in: 0.1, 0.2, … 100 times the pages of a step.
 POOL_STEP, LARGEST_POOL = 0.1, 100
 N_POOL = round(LARGEST_POOL / POOL_STEP)
 
+#: Pools times pages that are simulated at once; bounds the memory of a step to a few MiB.
+SIMULATED = 2**18
 
-class LruPool:
-    """The LRU pool of one KV head, empty at first.
+
+class LruPools:
+    """LRU pools of pages, ``n_pool`` side by side, empty at first.
 
     A page's recency is the step it was last selected in; within a step the lower page counts as
-    less recent. Whatever the pool holds is then a first part of all pages ever selected, the most
+    less recent. Whatever a pool holds is then a first part of all pages ever selected, the most
     recent first. ``n_page`` bounds the page numbers.
     """
 
-    def __init__(self, n_page: int) -> None:
-        self._recent = np.empty(0, dtype=np.int64)
-        self._n_resident = 0
+    def __init__(self, n_pool: int, n_page: int) -> None:
         # per page: how many pages are as recent or more so; 0 for what was never selected
-        self._depth = np.zeros(n_page, dtype=np.int64)
+        self._depth = np.zeros((n_pool, n_page), dtype=np.int32)
+        self._n_resident = np.zeros(n_pool, dtype=np.int64)
+        #: Which pools have selected anything yet, ``[n_pool]``.
+        self.started = np.zeros(n_pool, dtype=bool)
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was selected yet."""
-        return not len(self._recent)
-
-    def access(self, pages: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[np.int64]]:
-        """Select pages at the next step and evict down to ``capacity`` pages.
+    def access(
+        self, selected: NDArray[np.bool_], capacity: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Select pages at the next step and evict down to the capacity.
 
         Args:
-            pages: ``[k]``, what is selected, no page twice.
-            capacity: pages that the pool holds, k or more.
+            selected: ``[n_pool, n_page]``; a pool that selects nothing stays as it is.
+            capacity: ``[n_pool]``, pages that each pool holds, no fewer than it selects.
 
         Returns:
-            The hits, and ``[k]``: the smallest pool in pages that would have held each page; 0
-            where none would, because the page is selected for the first time.
+            Hits per pool, and ``[n_pool, n_page]``: the smallest pool in pages that would have held
+            a page; 0 where none would, because it was never selected before.
         """
-        needed = self._depth[pages]
-        hits = int(np.count_nonzero((needed > 0) & (needed <= self._n_resident)))
-        self._depth[pages] = 0
-        others = self._recent[self._depth[self._recent] > 0]
-        self._recent = np.concatenate([np.sort(pages)[::-1], others])
-        self._depth[self._recent] = np.arange(1, len(self._recent) + 1)
-        self._n_resident = min(self._n_resident + len(pages) - hits, capacity)
+        needed = self._depth
+        n_selected = selected.sum(axis=1)
+        hits = (selected & (needed > 0) & (needed <= self._n_resident[:, None])).sum(axis=1)
+        # pages that are not selected sink by the selected ones that were less recent than they
+        pools, pages = np.nonzero(selected)
+        passed = np.zeros((len(needed), needed.shape[1] + 1), dtype=np.int32)
+        passed[pools, needed[pools, pages]] = 1
+        passed[:, 0] = 0
+        np.cumsum(passed, axis=1, out=passed)
+        depth = needed - np.take_along_axis(passed, needed, axis=1) + n_selected[:, None]
+        depth[needed == 0] = 0
+        from_above = np.cumsum(selected[:, ::-1], axis=1)[:, ::-1]
+        self._depth = np.where(selected, from_above, depth).astype(np.int32)
+        self._n_resident = np.minimum(self._n_resident + n_selected - hits, capacity)
+        self.started |= n_selected > 0
         return hits, needed
 
 
-def pool_histogram(needed: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count accesses by the pool they need, ``[N_POOL + 2]``; both arguments are ``[n_access]``.
+def pool_histogram(
+    needed: NDArray[np.int32], k: NDArray[np.int64], row: NDArray[np.int64], n_row: int
+) -> NDArray[np.int64]:
+    """Count accesses by the pool they need, ``[n_row, N_POOL + 2]``.
 
-    Entry 0 counts first selections, which no pool serves; entry i those that ``i · POOL_STEP · k``
-    pages serve and fewer do not; the last one those that need more than `LARGEST_POOL` times k.
+    The first three arguments are ``[n_access]``: the smallest pool in pages, the pages that the
+    budget buys, and the row to count in. Entry 0 counts first selections, which no pool serves;
+    entry i those that ``i · POOL_STEP · k`` pages serve and fewer do not; the last one those that
+    need more than `LARGEST_POOL` times k.
     """
-    steps = -(-needed * round(1 / POOL_STEP) // k)
-    return np.bincount(np.minimum(steps, N_POOL + 1), minlength=N_POOL + 2)
+    steps = -(-needed.astype(np.int64) * round(1 / POOL_STEP) // k)
+    bins = row * (N_POOL + 2) + np.minimum(steps, N_POOL + 1)
+    return np.bincount(bins, minlength=n_row * (N_POOL + 2)).reshape(n_row, -1)
+
+
+class PagingTally:
+    """Runs the pools of one layer over its steps: ``n_selector`` × KV heads × budgets.
+
+    ``pool`` is the capacity as a multiple of the pages that a budget buys. ``reuse`` is
+    ``[n_selector, n_budget, N_POOL + 2]``, see `pool_histogram`.
+    """
+
+    def __init__(
+        self, n_selector: int, n_head_kv: int, n_budget: int, n_page: int, pool: float
+    ) -> None:
+        self._pool = exact(pool)
+        self._shape = (n_head_kv, n_budget, n_page)
+        at_once = max(1, SIMULATED // max(1, n_head_kv * n_budget * n_page))
+        starts = range(0, n_selector, at_once)
+        self._groups = [slice(start, min(start + at_once, n_selector)) for start in starts]
+        self._pools = [
+            LruPools((group.stop - group.start) * n_head_kv * n_budget, n_page)
+            for group in self._groups
+        ]
+        self.reuse = np.zeros((n_selector, n_budget, N_POOL + 2), dtype=np.int64)
+
+    def add(
+        self,
+        places: Sequence[NDArray[np.int64]],
+        pages: BlockPages,
+        counted: NDArray[np.bool_],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Take the next steps.
+
+        Args:
+            places: per selector, ``[n_head_kv, n_step, n_page]``: each page's place in the ranking.
+            pages: what the budgets buy.
+            counted: ``[n_head_kv, n_step]``, which units count; the others select nothing.
+
+        Returns:
+            Hits and accesses, ``[n_selector, n_budget, n_head_kv, n_step]`` float64, NaN where a
+            unit does not count or selects for the first time, which only fills its pool.
+        """
+        shape = (len(places), self._shape[1], *counted.shape)
+        hits, accesses = np.full(shape, np.nan), np.full(shape, np.nan)
+        for group, pools in zip(self._groups, self._pools, strict=True):
+            stacked = np.stack(places[group])
+            for step in range(counted.shape[1]):
+                self._step(group, pools, stacked[:, :, step], step, pages, counted, hits, accesses)
+        return hits, accesses
+
+    def _step(
+        self,
+        group: slice,
+        pools: LruPools,
+        place: NDArray[np.int64],
+        step: int,
+        pages: BlockPages,
+        counted: NDArray[np.bool_],
+        hits: NDArray[np.float64],
+        accesses: NDArray[np.float64],
+    ) -> None:
+        """Run one step of a group of selectors; ``place`` is ``[n_selector, n_head, n_page]``."""
+        n_head, n_budget, n_page = self._shape
+        shape = (len(place), n_head, n_budget)
+        chosen, asked = pages.chosen[step], pages.asked[step]
+        active = np.broadcast_to(counted[:, step, None] & (chosen > 0), shape)
+        selected = (place[:, :, None] < chosen[:, None]) & active[..., None]
+        capacity = asked * self._pool.numerator // self._pool.denominator
+        running = active & pools.started.reshape(shape)
+        found, needed = pools.access(
+            selected.reshape(-1, n_page), np.broadcast_to(capacity, shape).reshape(-1)
+        )
+        served = np.where(running, found.reshape(shape), np.nan)
+        hits[group, :, :, step] = served.transpose(0, 2, 1)
+        accesses[group, :, :, step] = np.where(running, chosen, np.nan).transpose(0, 2, 1)
+        selector, _, budget, _ = kept = np.nonzero(selected & running[..., None])
+        self.reuse[group] += pool_histogram(
+            needed.reshape(selected.shape)[kept],
+            asked[budget],
+            selector * n_budget + budget,
+            len(place) * n_budget,
+        ).reshape(len(place), n_budget, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pytest_kvgate.analysis.selectors import TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import UNDEFINED, multiple, percent, share
 from pytest_kvgate.report.tables import by_budget, table
 from pytest_kvgate.report.wording import bytes_text
@@ -25,7 +26,9 @@ def detail_blocks(document: Row) -> list[Iterator[str]]:
         "lag_one_coverage": "one step stale at",
         "output_error": "output error at",
     }
-    blocks = [
+    if document["strides"] == [1]:
+        del titles["lag_one_coverage"]  # it is stale coverage then
+    return [
         by_budget("95% interval at", coverage, "selector", "ci", budgets, _interval),
         *(
             by_budget(title, coverage, "selector", key, budgets, share)
@@ -34,11 +37,10 @@ def detail_blocks(document: Row) -> list[Iterator[str]]:
         _gap(document["gap"]),
         _ablation(document["dim_ablation"]),
         _layers(document),
-        _sweep(document["sweep"]),
+        _sweep(document),
         _paging(document),
         _metadata(document["metadata"]),
     ]
-    return blocks
 
 
 def _interval(value: Sequence[float] | None) -> str:
@@ -109,10 +111,16 @@ def _layers(document: Row) -> Iterator[str]:
         yield from table(texts, headers, ("right",) * len(headers))
 
 
-def _sweep(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield coverage at several page sizes, a row per size and selector."""
-    named = [{**row, "name": f"{row['page_size']:>3} tokens: {row['selector']}"} for row in rows]
-    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+def _sweep(document: Row) -> Iterator[str]:
+    """Yield coverage at several page sizes: of the first two selectors, and of single tokens."""
+    selectors = document["settings"]["selectors"]
+    shown = {*selectors[:2], *(name for name in selectors if name == TOKEN_ORACLE)}
+    named = [
+        {**row, "name": f"{row['page_size']} tokens: {row['selector']}"}
+        for row in document["sweep"]
+        if row["selector"] in shown
+    ]
+    budgets = document["settings"]["budgets"]
     yield from by_budget("pages of", named, "name", "coverage", budgets, share)
 
 

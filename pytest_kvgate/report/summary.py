@@ -146,7 +146,7 @@ def _coverage(document: Document) -> Iterator[str]:
     pages = [found[budget, selectors[0]]["pages"] for budget in budgets]
     counts = [str(few) if few == many else f"{few}-{many}" for few, many in pages]
     rows.append(["pages per KV head", *counts, *("" for _ in coverages)])
-    headers = ["coverage at", *map(percent, budgets), *(f"for {value}" for value in coverages)]
+    headers = ["coverage at", *map(percent, budgets), *(f"B for {value}" for value in coverages)]
     yield from table(rows, headers, ("left", *("right" for _ in headers[1:])))
 
 

@@ -58,16 +58,15 @@ def by_budget(
 ) -> Iterator[str]:
     """Yield a table of ``rows[…][key]``, a row per ``rows[…][name]`` and a column per budget.
 
-    What no row has a number for is left out.
+    Rows and columns without any number are left out.
     """
-    found = {(row[name], row["budget"]): row[key] for row in rows}
+    found = {(row[name], row["budget"]): row[key] for row in rows if row[key] is not None}
     names = dict.fromkeys(row[name] for row in rows)
-    known = [item for item in names if any(found[item, budget] is not None for budget in budgets)]
+    known = [item for item in names if any((item, budget) in found for budget in budgets)]
+    shown = [budget for budget in budgets if any((item, budget) in found for item in names)]
+    texts = [[item, *(written(found.get((item, budget))) for budget in shown)] for item in known]
     if known:
-        texts = [[item, *(written(found[item, budget]) for budget in budgets)] for item in known]
-        yield from table(
-            texts, [title, *map(percent, budgets)], ("left", *("right" for _ in budgets))
-        )
+        yield from table(texts, [title, *map(percent, shown)], ("left", *("right" for _ in shown)))
 
 
 def blocks(parts: Iterable[Iterator[str]]) -> Iterator[str]:
