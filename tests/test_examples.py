@@ -29,9 +29,13 @@ def test_the_examples_print_the_table_and_succeed(tmp_path: Path) -> None:
     result = run(Path(shutil.copytree(EXAMPLES, tmp_path / "examples")))
     assert result.returncode == 0, result.stdout
     assert re.search(r"softmax verified to \d\.\de-0[67]", result.stdout)
-    assert re.search(r"budget +pages +oracle +landmark +token-oracle +oracle total", result.stdout)
+    assert re.search(r"coverage at +0.5% +1% +2% +4% +B for 0.5 +B for 0.9 ", result.stdout)
+    assert re.search(r"oracle +– +– +0\.\d{4} +0\.\d{4} +\d", result.stdout)
+    assert re.search(r"lost at +diffuse +page granularity +landmark +stale, 8 apart", result.stdout)
     assert re.search(r"NO-GO +\S*test_paging_is_worth_building", result.stdout)
-    assert "1 xfailed" in result.stdout
+    assert "2 passed, 1 xfailed" in result.stdout
+    for selector in ("landmark", "quest"):
+        assert re.search(rf"test_scoring\[{selector}\] +\d", result.stdout)
 
 
 def test_the_recorded_decision_is_a_no_go_that_fails_without_its_xfail(tmp_path: Path) -> None:
