@@ -131,7 +131,8 @@ def dim_ablation(profile: Profile, budget: float) -> Ablation | None:
 def page_bytes(trace: Trace, layer: Layer, page_size: int) -> float:
     """Return the bytes of K and V in one page of one KV head, in the cache's types.
 
-    A trace that does not say them is taken for f16. V is as long as K where it was not captured.
+    A trace that does not say them is taken for f16. V is as long as K where it was not captured;
+    MLA keeps none, so its bytes are overstated.
     """
     key_bytes = CACHE_BYTES.get(str(trace.capture.get("cache_type_k")), 2)
     value_bytes = CACHE_BYTES.get(str(trace.capture.get("cache_type_v")), 2)

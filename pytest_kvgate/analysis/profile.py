@@ -19,23 +19,12 @@ from pytest_kvgate.analysis.estimates import (
 from pytest_kvgate.analysis.pages import BUDGET_GRID, PageGrid
 from pytest_kvgate.analysis.plan import Plan
 from pytest_kvgate.analysis.selectors import TOKEN_ORACLE
-from pytest_kvgate.analysis.units import LayerNumbers
+from pytest_kvgate.analysis.units import SHARES, LayerNumbers
 from pytest_kvgate.analysis.wording import percent
 from pytest_kvgate.trace import Trace
 
 #: What can be asked of a selector at a budget.
-MEASURES = (
-    "coverage",
-    "total_mass",
-    "global_coverage",
-    "starved",
-    "jaccard",
-    "stale_coverage",
-    "lag_one_coverage",
-    "output_error",
-    "hit_rate",
-    "missed_pages",
-)
+MEASURES = (*SHARES, "lag_one_coverage", "hit_rate", "missed_pages")
 
 #: Measures of which less is better.
 COSTS = ("starved", "output_error", "missed_pages")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-#: What is measured per selector, budget and unit.
-PER_BUDGET = (
+#: Shares that are measured per selector, budget and unit.
+SHARES = (
     "coverage",
     "total_mass",
     "global_coverage",
@@ -17,9 +17,9 @@ PER_BUDGET = (
     "jaccard",
     "stale_coverage",
     "output_error",
-    "hits",
-    "accesses",
 )
+#: All that is measured so.
+PER_BUDGET = (*SHARES, "hits", "accesses")
 
 
 @dataclass(frozen=True)

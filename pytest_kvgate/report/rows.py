@@ -20,20 +20,13 @@ from pytest_kvgate.analysis.findings import (
     paging_cost,
 )
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
+from pytest_kvgate.analysis.units import SHARES
 
 Row = dict[str, Any]
 T = TypeVar("T")
 
 #: Measures of a coverage row, beside coverage and its interval.
-_BESIDE = (
-    "total_mass",
-    "global_coverage",
-    "starved",
-    "jaccard",
-    "stale_coverage",
-    "lag_one_coverage",
-    "output_error",
-)
+_BESIDE = (*SHARES[1:], "lag_one_coverage")
 
 
 def coverage_rows(profile: Profile) -> list[Row]:
