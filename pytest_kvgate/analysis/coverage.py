@@ -37,7 +37,6 @@ class _Before:
 
     decode_index: int
     orders: tuple[NDArray[np.int64], ...]
-    places: tuple[NDArray[np.int64], ...]
     chosen: NDArray[np.int64]
     counted: NDArray[np.bool_]
 
@@ -69,17 +68,17 @@ class LayerTally:
         with np.errstate(invalid="ignore", divide="ignore"):  # of units that do not count
             part = eligible / total
         for row, name in enumerate(plan.selectors):
-            curves = np.stack([head.curves[name] for head in heads])
-            covered = _at_budgets(curves, pages)
+            covered = _by_budget([head.held[name].at_budgets for head in heads])
             numbers["coverage"][row] = covered
             numbers["total_mass"][row] = 1 - part + covered * part
-            self._add_to_curves(row, curves, np.where(counted, part, 0.0), counted, pages)
-            for column, coverage in enumerate(plan.coverages):
-                k = (curves < coverage).sum(axis=-1)
-                needed[row, column] = pages.grid.budgets_for(k, pages.n_visible)
-        selections = self._add_selections(numbers, pages, heads, counted)
-        self._keep(steps, numbers, needed, heads, counted, pages)
-        self._before = _Before(steps[-1].decode_index, *selections)
+            needed[row] = _by_budget([head.held[name].needed for head in heads])
+            on_grid = np.stack([head.held[name].on_grid for head in heads])[counted]
+            self._covered[row] += on_grid.sum(axis=0)
+            eligible_part = part[counted][:, None]
+            self._total[row] += (1 - eligible_part + on_grid * eligible_part).sum(axis=0)
+        orders = self._add_selections(numbers, pages, heads, counted)
+        self._keep(steps, numbers, needed, heads, counted)
+        self._before = _Before(steps[-1].decode_index, orders, pages.chosen[-1:], counted[:, -1:])
 
     def finish(self) -> LayerNumbers:
         """Return what was gathered."""
@@ -95,47 +94,21 @@ class LayerTally:
             skipped_units=self._skipped,
         )
 
-    def _add_to_curves(
-        self,
-        row: int,
-        curves: NDArray[np.float64],
-        part: NDArray[np.float64],
-        counted: NDArray[np.bool_],
-        pages: BlockPages,
-    ) -> None:
-        """Add to the sums of coverage and total mass at each budget of the grid.
-
-        ``part`` is the eligible part of a unit's mass, 0 where the unit does not count.
-        """
-        by_step = np.einsum("hsn,hs->sn", curves, counted.astype(np.float64))
-        self._covered[row] += np.take_along_axis(by_step, pages.on_grid, axis=1).sum(axis=0)
-        by_step = np.einsum("hsn,hs->sn", curves, part)
-        self._total[row] += np.take_along_axis(by_step, pages.on_grid, axis=1).sum(axis=0)
-        self._total[row] += (counted - part).sum()
-
     def _add_selections(
         self,
         numbers: Numbers,
         pages: BlockPages,
         heads: Sequence[HeadPages],
         counted: NDArray[np.bool_],
-    ) -> tuple[
-        tuple[NDArray[np.int64], ...],
-        tuple[NDArray[np.int64], ...],
-        NDArray[np.int64],
-        NDArray[np.bool_],
-    ]:
-        """Fill in what depends on which pages are selected; return the last step's ranking."""
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Fill in what depends on which pages are selected; return each selector's last order."""
         masses = np.stack([head.page_mass for head in heads])
-        orders, places = [], []
+        orders = []
         for position, row in enumerate(self._page_rows):
             name = self._plan.selectors[row]
             order = np.stack([head.orders[name] for head in heads])
-            place = np.empty_like(order)
-            np.put_along_axis(place, order, np.arange(order.shape[-1])[None, None], axis=-1)
             orders.append(order)
-            places.append(place)
-            self._add_overlap(numbers, row, position, order, place, masses, pages, counted)
+            self._add_overlap(numbers, row, position, order, masses, pages, counted)
             scores = np.stack([head.scores[name] for head in heads])
             numbers["global_coverage"][row], numbers["starved"][row] = shared_budget(
                 scores, masses, pages
@@ -144,15 +117,10 @@ class LayerTally:
                 if name in measured.output_errors:
                     errors = np.where(pages.asked > 0, measured.output_errors[name], np.nan)
                     numbers["output_error"][row, :, head] = errors.T
-        hits, accesses = self._paging.add(places, pages, counted)
+        hits, accesses = self._paging.add(orders, pages, counted)
         numbers["hits"][self._page_rows] = hits
         numbers["accesses"][self._page_rows] = accesses
-        return (
-            tuple(order[:, -1:] for order in orders),
-            tuple(place[:, -1:] for place in places),
-            pages.chosen[-1:],
-            counted[:, -1:],
-        )
+        return tuple(order[:, -1:] for order in orders)
 
     def _add_overlap(
         self,
@@ -160,7 +128,6 @@ class LayerTally:
         row: int,
         position: int,
         order: NDArray[np.int64],
-        place: NDArray[np.int64],
         masses: NDArray[np.float32],
         pages: BlockPages,
         counted: NDArray[np.bool_],
@@ -171,12 +138,11 @@ class LayerTally:
             masses = masses[:, 1:]
         else:
             order = np.concatenate([before.orders[position], order], axis=1)
-            place = np.concatenate([before.places[position], place], axis=1)
             chosen = np.concatenate([before.chosen, chosen])
             counted = np.concatenate([before.counted, counted], axis=1)
         n_step = masses.shape[1]
         if n_step:
-            jaccard, stale = overlap_with_step_before(order, place, masses, chosen, counted)
+            jaccard, stale = overlap_with_step_before(order, masses, chosen, counted)
             numbers["jaccard"][row, :, :, -n_step:] = jaccard
             numbers["stale_coverage"][row, :, :, -n_step:] = stale
 
@@ -187,7 +153,6 @@ class LayerTally:
         needed: NDArray[np.float64],
         heads: Sequence[HeadPages],
         counted: NDArray[np.bool_],
-        pages: BlockPages,
     ) -> None:
         """Keep the units that count, and count the others."""
         self._skipped += int((~counted).sum())
@@ -196,9 +161,8 @@ class LayerTally:
         sampled = np.array([first, *decode], dtype=np.int64)
         lag = sampled[1:] - sampled[:-1]
         unrotated = np.full((len(self._plan.budgets), *counted.shape), np.nan)
-        if UNROTATED in heads[0].curves:
-            curves = np.stack([head.curves[UNROTATED] for head in heads])
-            unrotated = _at_budgets(curves, pages)
+        if UNROTATED in heads[0].held:
+            unrotated = _by_budget([head.held[UNROTATED].at_budgets for head in heads])
         n_unit = int(counted.sum())
         self._units.append(
             Units(
@@ -217,11 +181,6 @@ class LayerTally:
         )
 
 
-def _at_budgets(curves: NDArray[np.float64], pages: BlockPages) -> NDArray[np.float64]:
-    """Read ``[H, n_step, N + 1]`` curves at each budget: ``[n_budget, H, n_step]``.
-
-    NaN where the budget is below one page.
-    """
-    wanted = np.broadcast_to(pages.chosen, (len(curves), *pages.chosen.shape))
-    covered = np.take_along_axis(curves, wanted, axis=-1)
-    return np.moveaxis(np.where(pages.asked > 0, covered, np.nan), -1, 0)
+def _by_budget(of_heads: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Turn ``[n_step, n]`` of each head into ``[n, H, n_step]``."""
+    return np.moveaxis(np.stack(of_heads), -1, 0)

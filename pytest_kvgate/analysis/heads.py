@@ -21,15 +21,28 @@ from pytest_kvgate.trace import FloatArray
 
 
 @dataclass(frozen=True)
+class Held:
+    """The share of the eligible mass that a selector's pages hold.
+
+    ``at_budgets`` is ``[n_step, n_budget]``, NaN where the budget is below one page; ``on_grid`` is
+    ``[n_step, 1000]`` on the grid of budgets, where such a budget holds nothing; ``needed`` is
+    ``[n_step, n_coverage]``, the smallest budget of the grid that reaches a coverage.
+    """
+
+    at_budgets: NDArray[np.float64]
+    on_grid: NDArray[np.float64]
+    needed: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
 class HeadPages:
     """One KV head: how its group's mass lies on pages, and how selectors rank them.
 
     ``page_mass`` is ``[n_step, N]`` float32, summed over the group's query heads, as are
     ``eligible`` and ``total``, ``[n_step]`` float64; ``total`` counts real tokens only.
     ``eligible_share``, ``support`` and ``hottest`` are ``[n_step]``, means over query heads.
-    ``scores`` and ``orders`` have ``[n_step, N]`` per selector of pages, the order as page numbers
-    less the first; ``curves`` are ``[n_step, N + 1]`` float64, the share of the eligible mass held
-    by the first 0, 1, … N pages, for token-oracle by as many tokens as they have.
+    ``scores`` have ``[n_step, N]`` per selector of pages and ``orders`` the best pages of them,
+    ``[n_step, widest]``, as page numbers less the first. ``held`` has every selector.
     ``output_errors`` are ``[n_step, n_budget]``, means over query heads, empty without values.
     """
 
@@ -41,7 +54,7 @@ class HeadPages:
     hottest: NDArray[np.float64]
     scores: Mapping[str, NDArray[np.float32]]
     orders: Mapping[str, NDArray[np.int64]]
-    curves: Mapping[str, NDArray[np.float64]]
+    held: Mapping[str, Held]
     output_errors: Mapping[str, NDArray[np.float64]]
 
 
@@ -50,13 +63,15 @@ def head_pages(
     token_mass: NDArray[np.float32],
     pages: BlockPages,
     selectors: tuple[str, ...],
+    coverages: tuple[float, ...],
     page_scores: Mapping[str, NDArray[np.float32]],
     values: FloatArray | None,
 ) -> HeadPages:
     """Cut the attention of one KV head into pages and rank them.
 
-    ``token_mass`` is ``[n_step, n_token]``; ``page_scores`` are ``[n_step, N]`` of every selector
-    but the oracles; ``values`` is ``[n_token, d_v]`` or None.
+    ``token_mass`` is ``[n_step, n_token]``; ``coverages`` are those to find budgets for;
+    ``page_scores`` are ``[n_step, N]`` of every selector but the oracles; ``values`` is
+    ``[n_token, d_v]`` or None.
     """
     eligible = pages.is_eligible
     by_page = _eligible_masses(token_mass, pages)
@@ -73,14 +88,13 @@ def head_pages(
         for name in selectors
         if name != TOKEN_ORACLE
     }
-    orders = {
-        name: rank(np.where(eligible, found, np.float32(-np.inf))) for name, found in scores.items()
-    }
-    curves = {
-        name: _curve(np.take_along_axis(page_mass, order, axis=1)) for name, order in orders.items()
-    }
+    orders, held = {}, {}
+    for name, found in scores.items():
+        order = rank(np.where(eligible, found, np.float32(-np.inf)))
+        held[name] = _held(np.take_along_axis(page_mass, order, axis=1), pages, coverages)
+        orders[name] = order[:, : pages.widest].copy()
     if TOKEN_ORACLE in selectors:
-        curves[TOKEN_ORACLE] = _curve(_best_tokens(by_page))
+        held[TOKEN_ORACLE] = _held(_best_tokens(by_page), pages, coverages)
     errors: Mapping[str, NDArray[np.float64]] = {}
     if values is not None:
         errors = output_errors(attention, inside, everything, pages, orders, values)
@@ -93,7 +107,7 @@ def head_pages(
         hottest=_head_mean(hottest),
         scores=scores,
         orders=orders,
-        curves=curves,
+        held=held,
         output_errors=errors,
     )
 
@@ -116,16 +130,25 @@ def _best_tokens(by_page: NDArray[np.float32]) -> NDArray[np.float32]:
     return (by_page @ np.ones(page_size, dtype=np.float32))[:, ::-1]
 
 
-def _curve(ranked: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the cumulative share of ``[n_step, N]`` masses, from 0 to exactly 1.
+def _held(ranked: NDArray[np.float32], pages: BlockPages, coverages: tuple[float, ...]) -> Held:
+    """Return what the first of ``[n_step, N]`` masses hold.
 
-    A step without any mass keeps a curve of zeros; it is not counted.
+    A step without any mass holds nothing; it is not counted.
     """
     curve = np.zeros((len(ranked), ranked.shape[1] + 1))
     np.cumsum(ranked, axis=1, dtype=np.float64, out=curve[:, 1:])
-    whole = curve[:, -1:]
-    np.divide(curve, whole, out=curve, where=whole > 0)
-    return curve
+    whole = curve[:, -1:].copy()
+    np.divide(curve, whole, out=curve, where=whole > 0)  # ends at exactly 1
+    at_budgets = np.take_along_axis(curve, pages.chosen, axis=1)
+    needed = [
+        pages.grid.budgets_for((curve < coverage).sum(axis=1), pages.n_visible)
+        for coverage in coverages
+    ]
+    return Held(
+        at_budgets=np.where(pages.asked > 0, at_budgets, np.nan),
+        on_grid=np.take_along_axis(curve, pages.on_grid, axis=1),
+        needed=np.array(needed).reshape(len(coverages), -1).T,
+    )
 
 
 def _head_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -38,8 +38,8 @@ from pytest_kvgate.analysis.threads import Workers
 from pytest_kvgate.analysis.units import LayerNumbers
 from pytest_kvgate.trace import Layer, Step
 
-#: Scores, ranks and masses of pages held at once, in values of 8 bytes: 64 MiB.
-BLOCK_SCORES = 8 * 2**20
+#: Scores and masses of pages held at once, in float32 values; bounds a block of steps to 128 MiB.
+BLOCK_SCORES = 32 * 2**20
 
 
 def measure_layer(
@@ -61,9 +61,8 @@ def measure_layer(
         first, end = grid.eligible(n_last)
         tallies.append(LayerTally(layer, plan, end - first))
     n_thread = min(threads.count, layer.n_head_kv)
-    smallest = min(grid.page_size for grid in grids)
     stores: SimpleQueue[NDArray[np.float32]] = SimpleQueue()
-    for block in step_blocks(layer, len(steps), n_last, smallest, plan, n_thread):
+    for block in step_blocks(layer, len(steps), n_last, grids, plan, n_thread):
         n_visible = [step.n_visible for step in steps[block]]
         pages = [block_pages(grid, plan.budgets, n_visible, n_last) for grid in grids]
         if not block.start:  # the first block is the largest; fresh memory costs time
@@ -92,12 +91,17 @@ def compatible(grids: Sequence[PageGrid]) -> Iterator[list[int]]:
 
 
 def step_blocks(
-    layer: Layer, n_step: int, n_token: int, page_size: int, plan: Plan, n_thread: int = 1
+    layer: Layer,
+    n_step: int,
+    n_token: int,
+    grids: Sequence[PageGrid],
+    plan: Plan,
+    n_thread: int,
 ) -> Iterator[slice]:
     """Cut the steps into blocks whose weights and page scores fit into memory."""
     per_step = n_thread * layer.group_size * n_token / BLOCK_LOGITS
-    n_page = layer.n_head_kv * (n_token // page_size + 1)
-    per_step = max(per_step, n_page * 3 * (len(plan.selectors) + 2) / BLOCK_SCORES)
+    n_page = layer.n_head_kv * sum(n_token // grid.page_size + 1 for grid in grids)
+    per_step = max(per_step, n_page * (len(plan.selectors) + 2) / BLOCK_SCORES)
     size = max(1, int(1 / per_step))
     for start in range(0, n_step, size):
         yield slice(start, min(start + size, n_step))
@@ -157,6 +161,7 @@ def _stream_head(
             token_mass,
             grid,
             names,
+            plan.coverages,
             found,
             None if layer.v is None else layer.v[kv_head],
         )

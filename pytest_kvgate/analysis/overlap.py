@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 def overlap_with_step_before(
     orders: NDArray[np.int64],
-    places: NDArray[np.int64],
     masses: NDArray[np.float32],
     chosen: NDArray[np.int64],
     counted: NDArray[np.bool_],
@@ -16,8 +15,7 @@ def overlap_with_step_before(
     """Return Jaccard overlap and stale coverage of all steps but the first.
 
     Args:
-        orders: ``[H, n_step, N]``, pages from the best down.
-        places: ``[H, n_step, N]``, each page's place in that order.
+        orders: ``[H, n_step, widest]``, the best pages from the best down.
         masses: ``[H, n_step - 1, N]`` of all steps but the first, 0 where not eligible.
         chosen: ``[n_step, n_budget]``, how many pages are selected.
         counted: ``[H, n_step]``, which units count.
@@ -27,9 +25,11 @@ def overlap_with_step_before(
         step before, and the share of the eligible mass now on the pages selected then. NaN where
         one of the two units does not count or selects nothing.
     """
-    widest = int(chosen.max(initial=0))
-    place_before = np.take_along_axis(places[:, :-1], orders[:, 1:, :widest], axis=-1)
-    held = np.take_along_axis(masses, orders[:, :-1, :widest], axis=-1)
+    widest = orders.shape[-1]
+    places = np.full((*orders[:, :-1].shape[:2], masses.shape[-1]), widest, dtype=np.int32)
+    np.put_along_axis(places, orders[:, :-1], np.arange(widest, dtype=np.int32), axis=-1)
+    place_before = np.take_along_axis(places, orders[:, 1:], axis=-1)
+    held = np.take_along_axis(masses, orders[:, :-1], axis=-1)
     stale = np.zeros((*held.shape[:2], widest + 1))
     np.cumsum(held, axis=-1, dtype=np.float64, out=stale[..., 1:])
     with np.errstate(invalid="ignore", divide="ignore"):

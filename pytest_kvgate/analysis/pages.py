@@ -102,16 +102,17 @@ class PageGrid:
 class BlockPages:
     """What a block of steps may select on one page grid.
 
-    ``first`` is the first eligible page and ``n_page`` is N. ``n_visible`` and ``n_eligible`` are
-    ``[n_step]``, tokens and pages;
-    ``asked`` is ``[n_step, n_budget]``, the pages that each budget buys, and ``chosen`` the same
-    but no more than are eligible; ``on_grid`` is ``[n_step, 1000]``, like ``chosen`` on the grid of
-    budgets.
+    ``first`` is the first eligible page and ``n_page`` is N; ``widest`` is the largest number of
+    pages that any step of the trace selects. ``n_visible`` and ``n_eligible`` are ``[n_step]``, in
+    tokens and pages. ``asked`` is ``[n_step, n_budget]``, the pages that each budget buys, and
+    ``chosen`` the same but no more than are eligible; ``on_grid`` is ``[n_step, 1000]``, like
+    ``chosen`` on the grid of budgets.
     """
 
     grid: PageGrid
     first: int
     n_page: int
+    widest: int
     n_visible: NDArray[np.int64]
     n_eligible: NDArray[np.int64]
     asked: NDArray[np.int64]
@@ -142,10 +143,12 @@ def block_pages(
     first, last = grid.eligible(n_last)
     n_eligible = np.array([grid.eligible(n)[1] - first for n in n_visible], dtype=np.int64)
     asked = grid.pages_for_all(budgets, n_visible)
+    widest = int(grid.pages_for_all(budgets, [n_last]).max(initial=0))
     return BlockPages(
         grid=grid,
         first=first,
         n_page=last - first,
+        widest=min(widest, last - first),
         n_visible=np.array(n_visible, dtype=np.int64),
         n_eligible=n_eligible,
         asked=asked,

@@ -105,14 +105,14 @@ class PagingTally:
 
     def add(
         self,
-        places: Sequence[NDArray[np.int64]],
+        orders: Sequence[NDArray[np.int64]],
         pages: BlockPages,
         counted: NDArray[np.bool_],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Take the next steps.
 
         Args:
-            places: per selector, ``[n_head_kv, n_step, n_page]``: each page's place in the ranking.
+            orders: per selector, ``[n_head_kv, n_step, widest]``: the best pages, best first.
             pages: what the budgets buy.
             counted: ``[n_head_kv, n_step]``, which units count; the others select nothing.
 
@@ -120,10 +120,10 @@ class PagingTally:
             Hits and accesses, ``[n_selector, n_budget, n_head_kv, n_step]`` float64, NaN where a
             unit does not count or selects for the first time, which only fills its pool.
         """
-        shape = (len(places), self._shape[1], *counted.shape)
+        shape = (len(orders), self._shape[1], *counted.shape)
         hits, accesses = np.full(shape, np.nan), np.full(shape, np.nan)
         for group, pools in zip(self._groups, self._pools, strict=True):
-            stacked = np.stack(places[group])
+            stacked = np.stack(orders[group])
             for step in range(counted.shape[1]):
                 self._step(group, pools, stacked[:, :, step], step, pages, counted, hits, accesses)
         return hits, accesses
@@ -132,16 +132,18 @@ class PagingTally:
         self,
         group: slice,
         pools: LruPools,
-        place: NDArray[np.int64],
+        order: NDArray[np.int64],
         step: int,
         pages: BlockPages,
         counted: NDArray[np.bool_],
         hits: NDArray[np.float64],
         accesses: NDArray[np.float64],
     ) -> None:
-        """Run one step of a group of selectors; ``place`` is ``[n_selector, n_head, n_page]``."""
+        """Run one step of a group of selectors; ``order`` is ``[n_selector, n_head, widest]``."""
         n_head, n_budget, n_page = self._shape
-        shape = (len(place), n_head, n_budget)
+        shape = (len(order), n_head, n_budget)
+        place = np.full((len(order), n_head, n_page), n_page, dtype=np.int32)
+        np.put_along_axis(place, order, np.arange(order.shape[-1], dtype=np.int32), axis=-1)
         chosen, asked = pages.chosen[step], pages.asked[step]
         active = np.broadcast_to(counted[:, step, None] & (chosen > 0), shape)
         selected = (place[:, :, None] < chosen[:, None]) & active[..., None]
@@ -158,5 +160,5 @@ class PagingTally:
             needed.reshape(selected.shape)[kept],
             asked[budget],
             selector * n_budget + budget,
-            len(place) * n_budget,
-        ).reshape(len(place), n_budget, -1)
+            len(order) * n_budget,
+        ).reshape(len(order), n_budget, -1)

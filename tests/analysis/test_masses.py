@@ -280,4 +280,4 @@ def test_blocks_hold_as_many_steps_as_fit(
         0
     ]
 
-    assert list(measure.step_blocks(layer, 5, 10, 2, Plan(()))) == blocks
+    assert list(measure.step_blocks(layer, 5, 10, [PageGrid(2)], Plan(()), 1)) == blocks
