@@ -34,7 +34,10 @@ def test_profile_prints_the_tables_and_writes_the_report(
     options = ["--recent", "0.05", "--budgets", "0.1,0.25", "--report", f"json:{report}"]
     assert main(["profile", str(CASES / "gqa-f16"), *options]) == 0
     output = capsys.readouterr().out
-    assert "0.1858      0.1785          0.3536" in output
+    lines = [line.split() for line in output.splitlines()]
+    assert lines[5][:6] == ["coverage", "at", "10%", "25%", "for", "0.5"]
+    assert ["landmark", "0.1785", "0.3563"] in [line[:3] for line in lines]
+    assert ["token-oracle", "0.3536", "0.5391"] in [line[:3] for line in lines]
     rows = json.loads(report.read_text("utf-8"))["coverage"]
     assert rows[0]["coverage"] == pytest.approx(0.185816, abs=1e-5)
 
