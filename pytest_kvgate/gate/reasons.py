@@ -70,7 +70,7 @@ def missed_reason(gate: Gate, profile: Profile, check: Check) -> str:
             f"{_enough(gate, profile, check, TOKEN_ORACLE)}"
         )
     ceiling = observe(gate, profile, check.demand, ORACLE)
-    if ceiling is not None and not _meets(check, ceiling):
+    if ceiling is None or not _meets(check, ceiling):
         perfect = f"even a perfect selector of {profile.grid.page_size}-token pages"
         side = "too costly" if measure == "required_budget" else "below the threshold"
         return (
