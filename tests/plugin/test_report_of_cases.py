@@ -233,6 +233,7 @@ def test_no_number_of_a_failed_trace_is_anywhere_in_the_report(
     for gate in report["gates"]:
         assert {check["observed"] for check in gate["checks"]} == {None}
         assert {check["interval"] for check in gate["checks"]} == {None}
+        assert {check["state"] for check in gate["checks"]} == {None}
         assert (gate["others"], gate["worst_layers"], gate["dense_layers"]) == ({}, [], [])
     for key in ("settings", "gates", "traces", "other_page_sizes"):
         del report[key]
