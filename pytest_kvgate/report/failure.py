@@ -18,7 +18,7 @@ def gate_failure(result: GateResult) -> Iterator[str]:
     pages = "" if result.page_size is None else f", pages of {result.page_size} tokens"
     scope = gate_scope(gate_row(result))
     budget = f"budget {percent(gate.main_budget)}"
-    yield f"kvgate {result.verdict}: {result.subject}, {budget}{pages}{scope}"
+    yield from wrap(f"kvgate {result.verdict}: {result.subject}, {budget}{pages}{scope}")
     yield ""
     if any(check.observed is not None for check in result.checks):
         for demand in gate.demands:
