@@ -132,7 +132,7 @@ def _profile(parsed: argparse.Namespace) -> int:
     try:
         check_selectors(selectors, SELECTORS)
     except ValueError as error:
-        print(f"kvgate: --selectors {error}.", file=sys.stderr)
+        print(f"kvgate: --selectors {','.join(selectors)!r} {error}.", file=sys.stderr)
         return 2
     swept = parsed.sweep if parsed.verbose or parsed.report else ()
     evidence = Evidence(

@@ -31,6 +31,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD",
         "PYTEST_PLUGINS",
         "PYTEST_THEME",
+        "PYTEST_XDIST_TESTRUNUID",
+        "PYTEST_XDIST_WORKER",
+        "PYTEST_XDIST_WORKER_COUNT",
         "PYTHONWARNINGS",
     ):
         monkeypatch.delenv(name, raising=False)

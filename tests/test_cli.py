@@ -34,7 +34,10 @@ def test_profile_prints_the_tables_and_writes_the_report(
     options = ["--recent", "0.05", "--budgets", "0.1,0.25", "--report", f"json:{report}"]
     assert main(["profile", str(CASES / "gqa-f16"), *options]) == 0
     output = capsys.readouterr().out
-    assert "0.1858      0.1785          0.3536" in output
+    lines = [line.split() for line in output.splitlines()]
+    assert lines[5][:6] == ["coverage", "at", "10%", "25%", "for", "0.5"]
+    assert ["landmark", "0.1785", "0.3563"] in [line[:3] for line in lines]
+    assert ["token-oracle", "0.3536", "0.5391"] in [line[:3] for line in lines]
     rows = json.loads(report.read_text("utf-8"))["coverage"]
     assert rows[0]["coverage"] == pytest.approx(0.185816, abs=1e-5)
 
@@ -126,3 +129,42 @@ def test_the_same_trace_twice_does_not_count_twice(
 ) -> None:
     assert main(["profile", str(CASES / "gqa-f16"), str(CASES / "gqa-f16")]) == 1
     assert "is given twice; it would count twice." in capsys.readouterr().err
+
+
+def test_profile_prints_details_and_reports_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "out.json"
+    options = ["--recent=0.05", "--budgets=0.1,0.25", "--sweep=16,32", "--link=25", "--pool=3"]
+    trace = str(CASES / "gqa-f16")
+    assert main(["profile", trace, *options, "--verbose", f"--report=json:{report}"]) == 0
+    output = capsys.readouterr().out
+    for heading in ("95% interval at", "total mass at", "pages of", "pool of 3 × k", "25 GB/s"):
+        assert heading in output
+    assert max(map(len, output.splitlines())) <= 100
+    document = json.loads(report.read_text("utf-8"))
+    assert (document["settings"]["pool"], document["settings"]["link"]) == (3.0, 25.0)
+    assert {row["page_size"] for row in document["sweep"]} == {16, 32}
+    assert all(row["ms_per_token"] is not None for row in document["paging"])
+    assert main(["profile", trace, *options]) == 0
+    assert "total mass at" not in capsys.readouterr().out
+
+
+def test_an_unknown_selector_of_the_command_is_shown_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["profile", str(CASES / "gqa-f16"), "--selectors=oracle,best"]) == 2
+    assert capsys.readouterr().err == (
+        "kvgate: --selectors 'oracle,best' names 'best', which is no selector; accepted: oracle, "
+        "landmark, quest, mean-std, cuboid-mean, recency, random, token-oracle.\n"
+    )
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_capture_writes_v_on_demand(
+    tiny_llama: Path, prompt: Path, tmp_path: Path, values: bool
+) -> None:
+    arguments = [str(tiny_llama), str(prompt), str(tmp_path / "traces"), "--steps=0:9:4"]
+    assert main(["capture", *arguments, *(["--values"] if values else [])]) == 0
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert all((layer.v is not None) == values for layer in load_trace(trace).layers)

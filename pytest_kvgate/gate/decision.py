@@ -161,7 +161,7 @@ def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
     if distrust is not None:
         return distrust
     missing = sorted(set(gate.layers or ()) - set(profile.layers))
-    if missing:
+    if missing and profile.layers:
         return (
             f"layer {missing[0]} of layers={list(gate.layers or ())} holds no unit that counts: it "
             "is not a layer of this model with a KV cache and without a sliding window. Accepted: "

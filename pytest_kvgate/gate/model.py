@@ -157,9 +157,14 @@ class Check:
 
     @property
     def state(self) -> Literal["ok", "missed", "open"]:
-        """Whether the demand is met; ``open`` where the interval holds the threshold."""
+        """Whether the demand is met.
+
+        ``open`` where the interval holds the threshold, or lies on one side of it and the number on
+        the other: that of the worst of many layers may.
+        """
+        met = self.margin is not None and self.margin >= 0
         if not self.confident:
-            return "ok" if self.margin is not None and self.margin >= 0 else "missed"
+            return "ok" if met else "missed"
         if self.interval is None or self.interval_required is None:
             return "open"
         low, high = self.interval.low, self.interval.high
@@ -168,9 +173,9 @@ class Check:
             required = -self.interval_required
         else:
             required = self.interval_required
-        if low >= required:
+        if met and low >= required:
             return "ok"
-        return "missed" if high < required else "open"
+        return "missed" if not met and high < required else "open"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pytest_kvgate.analysis import Interval, Profile, UndefinedError
 from pytest_kvgate.analysis.findings import paging_cost, strides
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import UNDEFINED, multiple, percent, share
-from pytest_kvgate.gate.model import Check, Gate
+from pytest_kvgate.gate.model import Check, Gate, on_grid
 from pytest_kvgate.gate.observation import observe
 
 _SCOPES = {
@@ -35,10 +35,16 @@ def open_reason(gate: Gate, profile: Profile, check: Check) -> str:
             f"{_found(gate, profile, check)}, but one sampled step gives no interval. Sample more "
             "steps (--kvgate-steps) or give more prompts."
         )
+    assert check.interval_required is not None
+    inside = found.low <= check.interval_required <= found.high
+    what = "holds the threshold" if inside else "lies on the other side of the threshold"
+    of = ""
+    if check.demand.measure == "required_budget":
+        of = f"of its coverage at {percent(on_grid(check.required))} "
     return (
-        f"{_found(gate, profile, check)}, but the {percent(found.confidence)} interval "
-        f"[{share(found.low)}, {share(found.high)}] over {found.n} {found.drawn} holds the "
-        f"threshold {check.interval_required:g}. {_more_data(gate, profile, check, found)}"
+        f"{_found(gate, profile, check)}, but the {percent(found.confidence)} interval {of}"
+        f"[{share(found.low)}, {share(found.high)}] over {found.n} {found.drawn} {what} "
+        f"{check.interval_required:g}. {_more_data(gate, profile, check, found)}"
     )
 
 
@@ -64,7 +70,7 @@ def missed_reason(gate: Gate, profile: Profile, check: Check) -> str:
             f"{_enough(gate, profile, check, TOKEN_ORACLE)}"
         )
     ceiling = observe(gate, profile, check.demand, ORACLE)
-    if ceiling is not None and not _meets(check, ceiling):
+    if ceiling is None or not _meets(check, ceiling):
         perfect = f"even a perfect selector of {profile.grid.page_size}-token pages"
         side = "too costly" if measure == "required_budget" else "below the threshold"
         return (

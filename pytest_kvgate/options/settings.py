@@ -6,6 +6,7 @@ on the command line are relative to where pytest was started, paths in an ini fi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_kvgate.options.table import OPTIONS, Option, given_on_command_line
-from pytest_kvgate.options.values import ReportTarget, report_problem
+from pytest_kvgate.options.values import ReportTarget, check_selectors, report_problem
 
 #: Where pytest keeps its configuration, in the order in which it looks.
 INI_FILES = (
@@ -169,18 +170,34 @@ def resolve_settings(config: pytest.Config) -> Settings:
     )
 
 
-def _value(config: pytest.Config, option: Option) -> Any:  # noqa: ANN401 - each has its own type
+def check_selector_names(config: pytest.Config, settings: Settings, known: Collection[str]) -> None:
+    """Raise pytest.UsageError unless all listed selectors are known."""
+    if settings.selectors is None:
+        return
+    try:
+        check_selectors(settings.selectors, known)
+    except ValueError as error:
+        option = next(option for option in OPTIONS if option.name == "selectors")
+        origin, _, given = _given(config, option)
+        raise pytest.UsageError(f"kvgate: {origin} {given!r} {error}.") from None
+
+
+def _given(config: pytest.Config, option: Option) -> tuple[str, Path, Any]:
+    """Return where the text of an option stands, what its paths are relative to, and the text."""
     given = config.getoption(option.ini)
     if given is not None:
-        origin, base = option.flag, config.invocation_params.dir
-    else:
-        origin, base = f"ini key {option.ini}", (config.inipath or config.rootpath / "x").parent
-        given = config.getini(option.ini)
-        if given is None or given == "":
-            given = option.default
-        elif not option.repeatable:  # TOML has numbers and lists where an ini file has text
-            items = given if isinstance(given, list) else [given]
-            given = ",".join(str(item) for item in items)
+        return option.flag, config.invocation_params.dir, given
+    given = config.getini(option.ini)
+    if given is None or given == "":
+        given = option.default
+    elif not option.repeatable:  # TOML has numbers and lists where an ini file has text
+        items = given if isinstance(given, list) else [given]
+        given = ",".join(str(item) for item in items)
+    return f"ini key {option.ini}", (config.inipath or config.rootpath / "x").parent, given
+
+
+def _value(config: pytest.Config, option: Option) -> Any:  # noqa: ANN401 - each has its own type
+    origin, base, given = _given(config, option)
     if option.repeatable:
         return tuple(_parsed(option, text, origin, base) for text in given)
     return None if given is None else _parsed(option, given, origin, base)

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 def pytest_kvgate_selectors(config: pytest.Config) -> Sequence[Selector]:  # type: ignore[empty-body]
     """Return page selectors of your own, to be measured and gated on by name.
 
-    Called once gates have been collected, and only in a session that has any. Selectors that
-    ``--kvgate-selectors`` names must be registered in the ``conftest.py`` of the root folder, or in
-    a plugin, since options are checked before others are loaded. A ``Selector``
+    Called once, after collection, in a session that has gates, uses a kvgate fixture or writes a
+    report; what any ``conftest.py`` returns holds for all of it. A ``Selector``
     (``pytest_kvgate.analysis``) is a name with a pure function from queries
     ``[n_step, G, head_dim]`` and ``PageKeys`` to scores ``[n_step, n_page]``, the best page
     highest.

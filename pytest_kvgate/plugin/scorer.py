@@ -65,7 +65,7 @@ def kvgate_scorer(
                 selector=selector,
                 budget=float(asked),
                 coverage=coverage,
-                metadata_bytes=metadata_bytes(profile, selector),
+                metadata_bytes=float(metadata_bytes(profile, selector)),
                 pages=found.n_score,
             )
         made.append(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class State:
     settings: Settings | None = None
     subjects: tuple[Subject, ...] | None = None
     session: GateSession | None = None
+    registry: Mapping[str, Selector] | None = None
     folder: Path | None = None
     owns_folder: bool = False
     involved: bool = False
@@ -56,22 +58,17 @@ def state_of(config: pytest.Config) -> State:
 def settings_of(config: pytest.Config) -> Settings:
     """Return the validated settings; raises pytest.UsageError where they are not valid."""
     from pytest_kvgate.options.settings import resolve_settings  # noqa: PLC0415
-    from pytest_kvgate.options.values import check_selectors  # noqa: PLC0415
 
     state = state_of(config)
     if state.settings is None:
-        settings = resolve_settings(config)
-        if settings.selectors is not None:
-            try:
-                check_selectors(settings.selectors, selector_names(config))
-            except ValueError as error:
-                raise pytest.UsageError(f"kvgate: --kvgate-selectors {error}.") from None
-        state.settings = settings
+        state.settings = resolve_settings(config)
     return state.settings
 
 
 def registry_of(config: pytest.Config) -> Mapping[str, Selector]:
     """Return the page selectors that come with the package and those that hooks register.
+
+    The hooks are asked once; to be asked for after collection, when every conftest.py is loaded.
 
     Raises:
         pytest.UsageError: a hook returned something else than selectors with names of their own.
@@ -79,8 +76,11 @@ def registry_of(config: pytest.Config) -> Mapping[str, Selector]:
     from pytest_kvgate.analysis import PAGE_SELECTORS, SelectorError  # noqa: PLC0415
     from pytest_kvgate.analysis.selectors import register  # noqa: PLC0415
 
+    state = state_of(config)
+    if state.registry is not None:
+        return state.registry
     registry: Mapping[str, Selector] = PAGE_SELECTORS
-    for found in config.hook.pytest_kvgate_selectors(config=config):
+    for found in _registered(config):
         if not isinstance(found, list | tuple):
             raise pytest.UsageError(
                 f"kvgate: pytest_kvgate_selectors returned {found!r}; it must return a list of "
@@ -90,7 +90,23 @@ def registry_of(config: pytest.Config) -> Mapping[str, Selector]:
             registry = register(found, registry)
         except SelectorError as error:
             raise pytest.UsageError(f"kvgate: pytest_kvgate_selectors: {error}") from None
+    state.registry = registry
     return registry
+
+
+def _registered(config: pytest.Config) -> list[object]:
+    """Return what each hook returned."""
+    try:
+        found: list[object] = config.hook.pytest_kvgate_selectors(config=config)
+    except pytest.UsageError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise pytest.UsageError(
+            f"kvgate: pytest_kvgate_selectors raised {error!r} in {last.filename}, line "
+            f"{last.lineno}; it must return a list of selectors."
+        ) from error
+    return found
 
 
 def selector_names(config: pytest.Config) -> tuple[str, ...]:
@@ -136,7 +152,16 @@ def headline(config: pytest.Config) -> str:
 
 
 def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | None:
-    """Prepare to judge these gates; None where there is nothing to judge them on."""
+    """Prepare to judge these gates; None where there is nothing to judge them on.
+
+    Raises:
+        pytest.UsageError: a setting, a model file, a saved trace or a selector is not usable.
+    """
+    from pytest_kvgate.options.settings import check_selector_names  # noqa: PLC0415
+
+    settings = settings_of(config)
+    if settings.selectors is not None:  # not before: every conftest.py has been loaded by now
+        check_selector_names(config, settings, selector_names(config))
     subjects = subjects_of(config)
     if not subjects:
         return None
@@ -146,7 +171,6 @@ def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | 
         swept_sizes,
     )
 
-    settings = settings_of(config)
     registry = registry_of(config)
     evidence = gather_evidence(settings, gates, capture_folder(config), registry)
     evidence.announce = _announcer(config)

@@ -91,6 +91,7 @@ def _without_numbers(document: Document) -> Document:
 def gate_row(result: GateResult) -> Document:
     """Return one gate's verdict."""
     gate, deciding = result.gate, result.deciding
+    answered = result.verdict in ("GO", "NO-GO", "INCONCLUSIVE")
     return {
         "id": result.gate_id,
         "subject": result.subject,
@@ -113,7 +114,7 @@ def gate_row(result: GateResult) -> Document:
                 "required": check.required,
                 "observed": check.observed,
                 "margin": check.margin,
-                "state": check.state,
+                "state": check.state if answered else None,
                 "interval": (
                     None if check.interval is None else [check.interval.low, check.interval.high]
                 ),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pytest_kvgate.analysis.wording import margin, percent
 from pytest_kvgate.gate import Check, GateResult
+from pytest_kvgate.gate.model import on_grid
 from pytest_kvgate.report.document import gate_row
 from pytest_kvgate.report.tables import table, wrap
 from pytest_kvgate.report.wording import NAMES, gate_scope, measured, ranges
@@ -17,7 +18,7 @@ def gate_failure(result: GateResult) -> Iterator[str]:
     pages = "" if result.page_size is None else f", pages of {result.page_size} tokens"
     scope = gate_scope(gate_row(result))
     budget = f"budget {percent(gate.main_budget)}"
-    yield f"kvgate {result.verdict}: {result.subject}, {budget}{pages}{scope}"
+    yield from wrap(f"kvgate {result.verdict}: {result.subject}, {budget}{pages}{scope}")
     yield ""
     if any(check.observed is not None for check in result.checks):
         for demand in gate.demands:
@@ -40,7 +41,8 @@ def gate_failure(result: GateResult) -> Iterator[str]:
         others = ", ".join(
             f"{name} {measured(measure, value)}" for name, value in result.others.items()
         )
-        yield from wrap(f"Other selectors at this budget: {others}.")
+        at = "" if measure == "required_budget" else " at this budget"
+        yield from wrap(f"Other selectors{at}: {others}.")
     for note in result.notes:
         yield from wrap(f"Note: {note}.")
 
@@ -62,7 +64,11 @@ def _checks(measure: str, coverage: float | None, checks: list[Check]) -> Iterat
         for check in checks
     ]
     if any(check.interval is not None for check in checks):
-        headers.insert(2, "interval")
+        # a required budget has none of its own: that of the coverage at the budget allowed decides
+        header = "interval"
+        if measure == "required_budget":
+            header = f"coverage at {percent(on_grid(checks[0].required))}"
+        headers.insert(2, header)
         align.insert(2, "right")
         for row, check in zip(rows, checks, strict=True):
             found = check.interval

@@ -99,7 +99,7 @@ def paging_rows(profile: Profile, link: float | None) -> list[Row]:
 def metadata_rows(profile: Profile) -> list[Row]:
     """Return what every selector stores beside the pages of the longest trace, in bytes."""
     return [
-        {"selector": selector, "metadata_bytes": metadata_bytes(profile, selector)}
+        {"selector": selector, "metadata_bytes": float(metadata_bytes(profile, selector))}
         for selector in profile.selectors
     ]
 

@@ -11,6 +11,9 @@ from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
 from pytest_kvgate.report.wording import NAMES, gate_scope, measured, ranges
 
+#: Columns that the name of a model or a workload may take.
+LONGEST_NAME = 80
+
 
 def summary_lines(
     documents: Iterable[Document],
@@ -89,17 +92,18 @@ def _headline(document: Document) -> Iterator[str]:
     settings, traces = document["settings"], document["traces"]
     model, attention = traces[0]["model"], document["attention"]
     about = ", ".join(str(model[key]) for key in ("architecture", "quantization") if model.get(key))
-    yield f"{document['subject']} ({about})"
+    yield from wrap(f"{shorten(document['subject'], LONGEST_NAME)} ({about})")
     for trace in traces:
-        yield f"  {_trace_line(trace)}"
+        yield from wrap(_trace_line(trace), "  ")
     yield (
         f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
         f"{_recent(settings['recent'])}; eligible mass {share(attention['eligible_mass'])}"
     )
     if attention["support"] is not None:
-        yield (
-            f"  a query head spreads its eligible mass over {attention['support']:.0f} tokens "
-            f"(exp of entropy); the hottest holds {share(attention['hottest'])}"
+        yield from wrap(
+            f"a query head spreads its eligible mass over {attention['support']:.0f} tokens "
+            f"(exp of entropy); the hottest holds {share(attention['hottest'])}",
+            "  ",
         )
 
 
@@ -118,7 +122,7 @@ def _trace_line(trace: Mapping[str, Any]) -> str:
     if windowed:
         layers += f" (and {windowed} with a sliding window, left out)"
     return (
-        f"{trace['workload']['name']}: {trace['n_context']} tokens, "
+        f"{shorten(trace['workload']['name'], LONGEST_NAME)}: {trace['n_context']} tokens, "
         f"{_count(trace['n_steps'], 'step')}, "
         f"{layers}; {checked}"
     )

@@ -60,6 +60,30 @@ def test_the_version_can_be_asked_for_without_anything_heavy(pytester: pytest.Py
     result.stdout.fnmatch_lines(["[[]]"])
 
 
+def test_a_hook_for_selectors_costs_a_run_without_gates_nothing(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
+        f"""
+        import atexit, sys
+
+        def pytest_kvgate_selectors(config):
+            from pytest_kvgate.analysis import Selector
+            raise RuntimeError("the hook was called")
+
+        atexit.register(
+            lambda: print("heavy:", [name for name in {HEAVY!r} if name in sys.modules])
+        )
+        """
+    )
+    pytester.makeini("[pytest]\nkvgate_selectors = mine\nkvgate_verbose = true")
+    pytester.makepyfile("def test_passes(): pass")
+    result = pytester.runpytest_subprocess("-Werror", "-p", "no:hypothesispytest")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["heavy: ??"])
+    assert "the hook was called" not in result.stdout.str() + result.stderr.str()
+
+
 def test_an_xpass_without_gates_is_pytests_own_business(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True)\ndef test_x(): pass")
     result = pytester.runpytest()

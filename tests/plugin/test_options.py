@@ -37,7 +37,18 @@ def test_the_built_in_defaults(pytester: pytest.Pytester, gqa_trace: Path) -> No
         "sinks": 32,
         "recent": 0.02,
         "budgets": [0.005, 0.01, 0.02, 0.04, 0.1],
-        "selectors": ["oracle", "landmark", "token-oracle"],
+        "selectors": [
+            "oracle",
+            "landmark",
+            "quest",
+            "mean-std",
+            "cuboid-mean",
+            "recency",
+            "random",
+            "token-oracle",
+        ],
+        "pool": 2.0,
+        "link": None,
     }
 
 
@@ -53,6 +64,10 @@ def test_the_built_in_defaults(pytester: pytest.Pytester, gqa_trace: Path) -> No
         ("budgets", "0.5,0.25", "budgets", [0.1, 0.25, 0.5]),
         ("selectors", "landmark", "selectors", ["landmark", "oracle"]),
         ("selectors", "token-oracle,oracle", "selectors", ["token-oracle", "oracle", "landmark"]),
+        ("selectors", "quest, random", "selectors", ["quest", "random", "oracle", "landmark"]),
+        ("pool", "1.5", "pool", 1.5),
+        ("pool", "1", "pool", 1.0),
+        ("link", "25", "link", 25.0),
     ],
 )
 def test_a_setting_comes_from_the_command_line_or_the_ini_file(
@@ -114,6 +129,17 @@ def test_traces_in_the_ini_file_are_relative_to_it(
         ("budgets", "", "needs comma-separated fractions*"),
         ("budgets", "nan", "needs comma-separated fractions*"),
         ("selectors", "oracle,best", "names 'best', which is no selector; accepted: oracle,*"),
+        ("selectors", "", "names '', which is no selector; accepted: oracle,*"),
+        ("pool", "0.5", "needs a multiple of the pages of one step, from 1 to 1000, such as 2."),
+        ("pool", "nan", "needs a multiple of the pages of one step*"),
+        ("pool", "2x", "needs a multiple of the pages of one step*"),
+        ("link", "0", "needs the speed of the link to host memory in GB/s, such as 25."),
+        ("link", "-1", "needs the speed of the link*"),
+        ("link", "inf", "needs the speed of the link*"),
+        ("link", "25GB", "needs the speed of the link*"),
+        ("sweep", "16,0", "needs comma-separated page sizes in tokens, 1 or more, such as 16,32."),
+        ("sweep", "16;32", "needs comma-separated page sizes*"),
+        ("sweep", "1.5", "needs comma-separated page sizes*"),
         ("report", "out.json", "needs KIND:PATH with KIND one of json."),
         ("report", "xml:out.xml", "needs KIND:PATH with KIND one of json."),
     ],
@@ -252,7 +278,8 @@ def test_ini_keys_that_pytest_never_read_stop_the_run(
 def test_help_lists_every_option(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest("--help").stdout.str()
     for option in OPTIONS:
-        assert f"{option.flag}=" in text
+        # argparse may break the line after the flag
+        assert f"{option.flag}{'' if option.switch else '='}" in text
         assert f"{option.ini} (" in text
 
 

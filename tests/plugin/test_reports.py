@@ -45,54 +45,6 @@ def report_of(pytester: pytest.Pytester, *options: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("case", ["alibi-window", "gqa-f16", "sinks-softcap"])
-def test_the_report_of_a_case_agrees_with_its_expected_numbers(
-    pytester: pytest.Pytester, case: str
-) -> None:
-    expected = json.loads((CASES / case / "expected.json").read_text("utf-8"))
-    pytester.makepyfile("def test_body(kvgate_profile): pass")
-    settings = expected["settings"]
-    budgets = sorted({row["budget"] for row in expected["coverage"]})
-    report = report_of(
-        pytester,
-        f"--kvgate-trace={CASES / case}",
-        f"--kvgate-page-size={settings['page_size']}",
-        f"--kvgate-sinks={settings['sinks']}",
-        f"--kvgate-recent={settings['recent']}",
-        f"--kvgate-budgets={','.join(map(str, budgets))}",
-    )
-    found = {(row["budget"], row["selector"]): row for row in report["coverage"]}
-    compared = 0
-    for row in expected["coverage"]:
-        ours = found.get((row["budget"], row["selector"]))
-        if ours is None:
-            continue
-        for key in ("coverage", "total_mass"):
-            if row[key] is None:
-                assert ours[key] is None
-            else:
-                assert ours[key] == pytest.approx(row[key], abs=1e-5)
-            compared += 1
-    assert compared == 2 * 3 * len(budgets)
-    needed = {
-        (row["selector"], row["coverage"]): row["budget"] for row in report["required_budget"]
-    }
-    for row in expected["required_budget"]:
-        if (row["selector"], row["coverage"]) in needed:
-            assert needed[row["selector"], row["coverage"]] == row["budget"]
-    layers = {
-        (row["layer"], f"{row['selector']}@{row['budget']}"): row["coverage"]
-        for row in report["layers"]
-    }
-    for row in expected["layers"]:
-        for key, value in row.items():
-            if (row["layer"], key) in layers:
-                assert layers[row["layer"], key] == pytest.approx(value, abs=1e-5)
-    for key, value in expected["attention"].items():
-        assert report["attention"][key] == pytest.approx(value, rel=1e-7, abs=1e-5)
-    assert report["skipped_units"] == expected["skipped_units"]
-
-
 def test_the_report_has_every_key_of_its_schema(pytester: pytest.Pytester, gqa_trace: Path) -> None:
     pytester.makepyfile(GATE)
     report = report_of(pytester, f"--kvgate-trace={gqa_trace}")
@@ -133,7 +85,7 @@ def test_a_report_can_be_had_without_any_gate(pytester: pytest.Pytester, gqa_tra
     pytester.makepyfile("def test_other(): pass")
     report = report_of(pytester, f"--kvgate-trace={gqa_trace}")
     assert report["gates"] == []
-    assert len(report["coverage"]) == 4 * 3
+    assert len(report["coverage"]) == 4 * 8
 
 
 def test_a_gate_at_another_page_size_leaves_the_reports_rows_alone(
@@ -142,7 +94,7 @@ def test_a_gate_at_another_page_size_leaves_the_reports_rows_alone(
     pytester.makepyfile(GATE.replace("budget=0.25", "budget=0.25, page_size=8"))
     report = report_of(pytester, f"--kvgate-trace={gqa_trace}")
     assert report["settings"]["page_size"] == 32
-    assert len(report["coverage"]) == 5 * 3
+    assert len(report["coverage"]) == 5 * 8
     (other,) = report["other_page_sizes"]
     assert other["settings"]["page_size"] == 8
     assert {gate["page_size"] for gate in report["gates"]} == {8}
@@ -186,11 +138,15 @@ def test_the_summary_shows_the_tables_within_100_columns(
             "synthetic (synthetic)",
             "  gqa-f16: 643 tokens, 4 steps, 2 layers; UNVERIFIED",
             "  32-token pages; free: first 32 tokens and last 5%; eligible mass 0.9156",
-            "*budget *pages *oracle *landmark *token-oracle *oracle total",
-            "* 10% * 2 * 0.1858 * 0.1785 * 0.3536 * 0.2551",
-            "* 25% * 5 * 0.3786 * 0.3563 * 0.5391 * 0.4323",
-            "*budget for *oracle *landmark *token-oracle",
-            "* 0.95 * 85% * 85% * 79.9%",
+            "  a query head spreads its eligible mass over 377 tokens (exp of entropy); *0.0348",
+            "  coverage at * 10% * 25% * for 0.2 * for 0.5 * for 0.9 * for 0.95",
+            "  oracle * 0.1858 * 0.3786 * 15% * 39.9% * 79.9% * 85%",
+            "  landmark * 0.1785 * 0.3563 * 15% * 40% * 79.9% * 85%",
+            "  token-oracle * 0.3536 * 0.5391 * 5% * 25% * 70% * 79.9%",
+            "  pages per KV head * 2 * 5",
+            "  lost at *diffuse *page granularity *landmark *stale, 1 apart *sum",
+            "  10% * 0.6260 * 0.1809 * 0.0066 * 0.0161 * 0.8298",
+            "  Dense at 25%, to keep resident for 0.95: all 2 layers: in none do the best pages *",
             "NO-GO  *test_no_go",
             "GO     *test_go",
         ]

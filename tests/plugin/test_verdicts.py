@@ -50,7 +50,8 @@ def test_a_ceiling_below_the_threshold_fails_and_names_the_budget_that_would_do(
             "*so no selector can pass. The smallest budget at which the",
             "ceiling reaches 0.95 is 85%.",
             "Worst layers of oracle: 0 (0.1784), 1 (0.1932).",
-            "Other selectors at this budget: token-oracle 0.3536.",
+            "Other selectors at this budget: quest 0.1780, mean-std 0.1802, cuboid-mean 0.1764, *",
+            "random 0.1195, token-oracle 0.3536.",
         ]
     )
     assert "Traceback" not in result.stdout.str()
@@ -68,7 +69,8 @@ def test_a_selector_short_of_a_sufficient_ceiling_is_named_as_the_problem(
             "*oracle * 0.1858 * 0.1800 * +0.0058 *ok",
             "*landmark * 0.1785 * 0.1800 * -0.0015 *missed",
             "NO-GO: the selector is the problem: landmark holds 0.1785*",
-            "*the others: oracle 0.1858, token-oracle 0.3536*",
+            "the others: oracle 0.1858, quest 0.1780, mean-std 0.1802, cuboid-mean 0.1764, *",
+            "0.1195, token-oracle 0.3536. The smallest budget at which landmark reaches 0.18 is *.",
         ]
     )
 
