@@ -389,15 +389,12 @@ def pool(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     if len(profiles) == 1:
         return first
-    parts = []
-    for position, profile in enumerate(profiles):
+    parts, n_before = [], 0
+    for profile in profiles:
         units = profile.numbers.units
-        parts.append(
-            replace(
-                profile.numbers,
-                units=replace(units, trace=np.full_like(units.trace, position)),
-            )
-        )
+        moved = replace(units, trace=units.trace + n_before)  # a pool holds several already
+        parts.append(replace(profile.numbers, units=moved))
+        n_before += len(profile.traces)
     traces = tuple(trace for profile in profiles for trace in profile.traces)
     return Profile(traces, first.grid, first.plan, LayerNumbers.joined(parts))
 

@@ -13,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import PageGrid, Plan, Profile, profile_trace
+from pytest_kvgate.analysis import PageGrid, Plan, Profile, pool, profile_trace
 from pytest_kvgate.analysis.findings import page_bytes, paging_cost
 from pytest_kvgate.analysis.paging import N_POOL, LruPool, pool_histogram
 from pytest_kvgate.trace import load_trace
@@ -265,6 +265,26 @@ def test_missed_bytes_are_of_all_layers_and_heads_per_step(tmp_path: Path) -> No
     by_layer = {layer: units.value[units.layer == layer].sum() for layer in (1, 2)}
     assert cost.missed_bytes == pytest.approx((by_layer[1] * 128 + by_layer[2] * 64) / 3)
     assert cost.missed_pages == pytest.approx(units.value.mean())
+
+
+def test_missed_bytes_of_a_pool_of_traces_are_per_step_in_each_trace_s_types(
+    tmp_path: Path,
+) -> None:
+    first = sliding_profile(tmp_path / "first", STEPS)
+    second = sliding_profile(tmp_path / "second", STEPS)
+    third = sliding_profile(tmp_path / "third", [(0, 1), (0, 1)])
+    (trace,) = second.traces
+    second = replace(second, traces=(replace(trace, capture={"cache_type_k": "f32"}),))
+    # four misses of 160 and of 240 bytes in three steps each, and one step without a miss
+    expected = (4 * 160 + 4 * 240) / 7
+
+    at_once = pool([first, second, third])
+    in_turn = pool([pool([first, second]), third])
+    the_other_way = pool([third, pool([first, second])])
+
+    for pooled in (at_once, in_turn, the_other_way):
+        assert paging_cost(pooled, "oracle", 0.2).missed_bytes == pytest.approx(expected)
+        assert len(np.unique(pooled.numbers.units.trace)) == 3
 
 
 def test_hits_of_the_default_pool_are_those_the_histogram_says(tmp_path: Path) -> None:
