@@ -198,3 +198,23 @@ def test_the_ablation_counts_the_layers_that_have_both_kinds_of_dims(tmp_path: P
     assert dim_ablation(profile_of(tmp_path / "none", *whole), 0.2) is None
     without = profile_of(tmp_path / "without", some, selectors=("oracle", "quest"))
     assert dim_ablation(without, 0.2) is None
+
+
+def test_a_skipped_unit_is_no_step_before_and_touches_no_pool(tmp_path: Path) -> None:
+    # at the second of five steps all mass is on the first token, which is free
+    keys = np.zeros((1, 60, 2))
+    keys[0, 0, 0] = 1.0
+    keys[0, :, 1] = np.random.default_rng(2).standard_normal(60)
+    queries = np.array([[0, 1], [60, 1], [0, 1], [0, 1], [0, -1]])[:, None]
+    layer = LayerArrays(k=keys.astype(np.float32), q=queries.astype(np.float32), scale=1.0)
+
+    profile = profile_of(tmp_path, layer, grid=PageGrid(2, 2, 2), budgets=(0.1,))
+
+    assert profile.skipped_units == 1
+    assert profile.samples("coverage", "oracle", 0.1).decode_index.tolist() == [0, 2, 3, 4]
+    for name in ("jaccard", "stale_coverage", "lag_one_coverage"):
+        assert profile.samples(name, "oracle", 0.1).decode_index.tolist() == [3, 4]
+    # the third step finds in the pool what the first selected
+    hits = profile.samples("hit_rate", "oracle", 0.1)
+    assert hits.decode_index.tolist() == [2, 3, 4]
+    assert hits.value[:2].tolist() == [1, 1]
