@@ -119,8 +119,11 @@ def trace_document(
     name: str = "tiny",
     workload: str = "made",
     verification: dict[str, Any] | None = None,
+    decode_indices: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of trace.json."""
+    """Return the content of trace.json; ``decode_indices`` None counts the steps."""
+    if decode_indices is None:
+        decode_indices = range(len(n_visible))
     return {
         "schema": "kvgate-trace/1",
         "model": {
@@ -133,7 +136,8 @@ def trace_document(
         "capture": {"backend": "made"},
         "layers": [layer.fields for layer in layers],
         "steps": [
-            {"decode_index": index, "n_visible": visible} for index, visible in enumerate(n_visible)
+            {"decode_index": index, "n_visible": visible}
+            for index, visible in zip(decode_indices, n_visible, strict=True)
         ],
         "verification": verification,
     }
@@ -147,6 +151,7 @@ def make_trace(
     name: str = "tiny",
     workload: str = "made",
     verification: dict[str, Any] | None = None,
+    decode_indices: Sequence[int] | None = None,
 ) -> Path:
     """Write a trace directory and return it.
 
@@ -165,7 +170,12 @@ def make_trace(
         if layer.sinks is not None:
             np.save(folder / "sinks.npy", layer.sinks)
     document = trace_document(
-        layers, n_visible, name=name, workload=workload, verification=verification
+        layers,
+        n_visible,
+        name=name,
+        workload=workload,
+        verification=verification,
+        decode_indices=decode_indices,
     )
     (path / "trace.json").write_text(json.dumps(document), encoding="utf-8")
     return path

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from pytest_kvgate.analysis.measure import compatible, measure_layer
 from pytest_kvgate.analysis.pages import PageGrid
 from pytest_kvgate.analysis.plan import Plan
@@ -51,15 +49,12 @@ def pool(profiles: Sequence[Profile]) -> Profile:
     first = profiles[0]
     if len(profiles) == 1:
         return first
-    parts = []
-    for position, profile in enumerate(profiles):
+    parts, n_before = [], 0
+    for profile in profiles:
         units = profile.numbers.units
-        parts.append(
-            replace(
-                profile.numbers,
-                units=replace(units, trace=np.full_like(units.trace, position)),
-            )
-        )
+        moved = replace(units, trace=units.trace + n_before)  # a pool holds several already
+        parts.append(replace(profile.numbers, units=moved))
+        n_before += len(profile.traces)
     traces = tuple(trace for profile in profiles for trace in profile.traces)
     return Profile(traces, first.grid, first.plan, LayerNumbers.joined(parts))
 

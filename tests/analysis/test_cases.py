@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
-from pytest_kvgate.analysis import SELECTORS, PageGrid, Plan, Profile, UndefinedError, profile_trace
+from pytest_kvgate.analysis import SELECTORS as ALL_SELECTORS
+from pytest_kvgate.analysis import PageGrid, Plan, Profile, UndefinedError, profile_trace
+from pytest_kvgate.analysis.findings import dim_ablation, gap
 from pytest_kvgate.trace import load_trace
-from tests.plain import PlainProfile, plain_profile
+from tests.plain import PAGE_SELECTORS, TOKEN_ORACLE, PlainProfile, plain_profile
 
 CASES = Path(__file__).parents[1] / "cases"
 NAMES = ("alibi-window", "gqa-f16", "sinks-softcap")
 TOLERANCE = 1e-5
 JUDGE_TOLERANCE = 1e-9  # both are float64
+# all that need no seed
+SELECTORS = (*PAGE_SELECTORS, TOKEN_ORACLE)
 
 
 @cache
@@ -26,11 +30,14 @@ def expected(name: str) -> dict[str, Any]:
 
 
 @cache
-def profile(name: str) -> Profile:
+def profile(name: str, pool: float = 2.0) -> Profile:
     document = expected(name)
     budgets = dict.fromkeys(row["budget"] for row in document["coverage"])
+    coverages = dict.fromkeys(row["coverage"] for row in document["required_budget"])
     return profile_trace(
-        load_trace(CASES / name), PageGrid(**document["settings"]), Plan(tuple(budgets))
+        load_trace(CASES / name),
+        PageGrid(**document["settings"]),
+        Plan(tuple(budgets), SELECTORS, coverages=tuple(coverages), pool=pool),
     )
 
 
@@ -39,8 +46,15 @@ def plain(name: str) -> PlainProfile:
     return plain_profile(CASES / name, **expected(name)["settings"])
 
 
-def measured_rows(name: str, table: str) -> list[dict[str, Any]]:
-    return [row for row in expected(name)[table] if row["selector"] in SELECTORS]
+def assert_measured(name: str, measure: str, row: dict[str, Any], number: float | None) -> None:
+    """Compare one measure of the package with a number of the case, or with its null."""
+    of_case = profile(name, row.get("pool", 2.0))
+    if number is None:
+        with pytest.raises(UndefinedError):
+            of_case.measure(measure, row["selector"], row["budget"])
+    else:
+        value = of_case.measure(measure, row["selector"], row["budget"])
+        assert value == pytest.approx(number, abs=TOLERANCE, rel=0), row
 
 
 def test_every_case_is_compared() -> None:
@@ -48,28 +62,71 @@ def test_every_case_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_selector_is_in_the_case(name: str) -> None:
-    assert {row["selector"] for row in measured_rows(name, "coverage")} == set(SELECTORS)
+def test_every_selector_but_the_seeded_one_is_in_the_case(name: str) -> None:
+    assert set(SELECTORS) == set(ALL_SELECTORS) - {"random"}
+    for table in ("coverage", "required_budget"):
+        assert {row["selector"] for row in expected(name)[table]} == set(SELECTORS)
+    assert {row["selector"] for row in expected(name)["paging"]} == set(PAGE_SELECTORS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("number", ["coverage", "total_mass"])
+@pytest.mark.parametrize(
+    "number",
+    ["coverage", "total_mass", "global_coverage", "jaccard", "stale_coverage", "output_error"],
+)
 def test_numbers_of_every_selector_and_budget(name: str, number: str) -> None:
-    measure = getattr(profile(name), number)
+    for row in expected(name)["coverage"]:
+        assert_measured(name, number, row, row[number])
 
-    for row in measured_rows(name, "coverage"):
-        if row[number] is None:
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_below_one_page_is_why_coverage_is_undefined(name: str) -> None:
+    rows = [row for row in expected(name)["coverage"] if row["coverage"] is None]
+
+    assert rows
+    for row in rows:
+        for measure in (profile(name).coverage, profile(name).total_mass):
             with pytest.raises(UndefinedError, match="less than one 32-token page"):
                 measure(row["selector"], row["budget"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("number", ["hit_rate", "missed_pages"])
+def test_paging(name: str, number: str) -> None:
+    for row in expected(name)["paging"]:
+        assert_measured(name, number, row, row[number])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coverage_without_the_rotated_dims(name: str) -> None:
+    for row in expected(name)["dim_ablation"]:
+        if row["unrotated_coverage"] is not None:
+            ablation = dim_ablation(profile(name), row["budget"])
+            assert ablation is not None
+            assert ablation.unrotated == pytest.approx(
+                row["unrotated_coverage"], abs=TOLERANCE, rel=0
+            )
+        elif profile(name).is_defined(row["budget"]):
+            assert dim_ablation(profile(name), row["budget"]) is None
         else:
-            assert measure(row["selector"], row["budget"]) == pytest.approx(
-                row[number], abs=TOLERANCE, rel=0
-            ), row
+            with pytest.raises(UndefinedError):
+                dim_ablation(profile(name), row["budget"])
+
+
+def test_only_one_case_has_a_layer_with_both_kinds_of_dims() -> None:
+    ablation = dim_ablation(profile("gqa-f16"), 0.25)
+
+    assert ablation is not None
+    assert ablation.layers == (1,)
+    whole = plain("gqa-f16").rotated_reference(0.25)
+    assert ablation.all_dims == pytest.approx(whole, abs=TOLERANCE, rel=0)
+    for name in ("alibi-window", "sinks-softcap"):
+        assert dim_ablation(profile(name), 0.25) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_required_budgets(name: str) -> None:
-    rows = measured_rows(name, "required_budget")
+    rows = expected(name)["required_budget"]
 
     found = [profile(name).required_budget(row["selector"], row["coverage"]) for row in rows]
 
@@ -78,20 +135,18 @@ def test_required_budgets(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_coverage_per_layer(name: str) -> None:
-    for row in expected(name)["layers"]:
-        for key, coverage in row.items():
-            selector, _, budget = key.partition("@")
-            if selector not in SELECTORS:
-                continue
-            layers = profile(name).layer_coverage(selector, float(budget))
-            assert layers[row["layer"]] == pytest.approx(coverage, abs=TOLERANCE, rel=0), key
+    rows = expected(name)["layers"]
+    named = {key for row in rows for key in row if key != "layer"}
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_measured_layers_are_those_without_a_window(name: str) -> None:
-    layers = profile(name).layer_coverage("oracle", 0.25)
-
-    assert list(layers) == [row["layer"] for row in expected(name)["layers"]]
+    assert {key.partition("@")[0] for key in named} == set(SELECTORS)
+    for key in named:
+        selector, _, budget = key.partition("@")
+        layers = profile(name).layer_coverage(selector, float(budget))
+        assert list(layers) == [row["layer"] for row in rows]
+        for row in rows:
+            assert layers[row["layer"]] == pytest.approx(row[key], abs=TOLERANCE, rel=0), key
+        worst = profile(name).measure("coverage", selector, float(budget), "worst-layer")
+        assert worst == pytest.approx(min(row[key] for row in rows), abs=TOLERANCE, rel=0), key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +160,18 @@ def test_the_shape_of_attention(name: str, number: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_skipped_units(name: str) -> None:
     assert profile(name).skipped_units == expected(name)["skipped_units"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gap_is_that_of_the_plain_judge(name: str) -> None:
+    for row in expected(name)["coverage"]:
+        judged = plain(name).gap(row["selector"], row["budget"])
+        if judged is None:
+            continue
+        found = gap(profile(name), row["selector"], row["budget"])
+        parts = (found.diffuse, found.granularity, found.selector, found.staleness)
+        assert parts == pytest.approx(tuple(judged), abs=TOLERANCE, rel=0), row
+        assert found.shortfall == pytest.approx(1 - row["stale_coverage"], abs=TOLERANCE, rel=0)
 
 
 def assert_judged(value: float | None, number: float | None, what: object) -> None:

@@ -281,3 +281,40 @@ def test_blocks_hold_as_many_steps_as_fit(
     ]
 
     assert list(measure.step_blocks(layer, 5, 10, [PageGrid(2)], Plan(()), 1)) == blocks
+
+
+@pytest.mark.parametrize("part", ["finite", "all"])
+def test_every_float16_becomes_the_same_number(part: str) -> None:
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    if part == "finite":  # what takes the fast way: subnormals and both zeros, too
+        halves = halves[np.isfinite(halves)]
+
+    singles = masses.single_precision(halves)
+
+    wanted = halves.astype(np.float32)
+    assert singles.dtype == np.float32
+    known = ~np.isnan(wanted)
+    # bit by bit, so that the sign of zero counts
+    assert (singles.view(np.uint32)[known] == wanted.view(np.uint32)[known]).all()
+    assert np.isnan(singles[~known]).all()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_value_that_is_not_finite_stays_so_and_leaves_the_others(value: float) -> None:
+    found = masses.single_precision(np.array([1.5, value, -(2.0**-24), 65504], dtype=np.float16))
+
+    assert found[1] == value or (math.isnan(value) and math.isnan(found[1]))
+    assert found[[0, 2, 3]].tolist() == [1.5, -(2.0**-24), 65504]
+
+
+def test_single_precision_leaves_its_argument_and_takes_parts_of_arrays() -> None:
+    halves = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
+
+    assert masses.single_precision(halves[:, 1:, ::2]).tolist() == [
+        [[4, 6], [8, 10]],
+        [[16, 18], [20, 22]],
+    ]
+    assert halves.ravel().tolist() == list(range(24))
+    assert masses.single_precision(halves[:0]).shape == (0, 3, 4)
+    singles = np.array([0.1, math.nan], dtype=np.float32)
+    assert masses.single_precision(singles) is singles

@@ -25,6 +25,7 @@ class PlainLayer:
     q: list[list[list[float]]]
     v: list[list[list[float]]] | None
     sinks: list[float] | None
+    rotated_last: bool
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
@@ -73,4 +74,5 @@ def read_layer(directory: Path, fields: dict[str, Any]) -> PlainLayer:
         q=_numbers(folder / "q.npy"),
         v=_numbers(values) if values.exists() else None,
         sinks=_numbers(sinks) if sinks.exists() else None,
+        rotated_last=fields.get("rotated_last", False),
     )

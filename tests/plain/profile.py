@@ -245,7 +245,7 @@ class PlainProfile:
         return [unit for unit in self.units if unit.is_partly_rotated]
 
     def unrotated_coverage(self, budget: float | str) -> float | None:
-        """Return what landmark covers with the dimensions from ``n_rot`` on alone."""
+        """Return what landmark covers with the dimensions that rotation leaves alone."""
         if not self.is_defined(budget):
             return None
         return mean(self._coverages(UNROTATED, budget, self._partly_rotated))
@@ -312,6 +312,7 @@ def _line(
             n=at["n_visible"],
             page_size=page_size,
             n_rot=layer.n_rot,
+            rotated_last=layer.rotated_last,
             head_dim=layer.head_dim,
             has_sink=layer.sinks is not None,
             pages=pages,

@@ -28,6 +28,7 @@ class PlainUnit:
     n: int
     page_size: int
     n_rot: int
+    rotated_last: bool
     head_dim: int
     has_sink: bool
     pages: list[int]
@@ -79,7 +80,8 @@ class PlainUnit:
                 for page in self.pages
             }
         if self.is_partly_rotated:
-            kept = slice(self.n_rot, None)
+            n_kept = self.head_dim - self.n_rot
+            kept = slice(n_kept) if self.rotated_last else slice(self.n_rot, None)
             scores[UNROTATED] = {
                 page: max(
                     dot(query[kept], self.summaries[page].mean[kept]) for query in self.queries
