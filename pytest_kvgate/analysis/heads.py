@@ -140,14 +140,15 @@ def _held(ranked: NDArray[np.float32], pages: BlockPages, coverages: tuple[float
     whole = curve[:, -1:].copy()
     np.divide(curve, whole, out=curve, where=whole > 0)  # ends at exactly 1
     at_budgets = np.take_along_axis(curve, pages.chosen, axis=1)
-    needed = [
-        pages.grid.budgets_for((curve < coverage).sum(axis=1), pages.n_visible)
-        for coverage in coverages
-    ]
+    needed = []
+    for coverage in coverages:
+        k = (curve < coverage).sum(axis=1)
+        budgets = pages.grid.budgets_for(k, pages.n_visible)
+        needed.append(np.where(k < curve.shape[1], budgets, np.nan))
     return Held(
         at_budgets=np.where(pages.asked > 0, at_budgets, np.nan),
         on_grid=np.take_along_axis(curve, pages.on_grid, axis=1),
-        needed=np.array(needed).reshape(len(coverages), -1).T,
+        needed=np.array(needed).reshape(len(coverages), len(ranked)).T,
     )
 
 

@@ -79,7 +79,7 @@ def pool_histogram(
     """
     steps = -(-needed.astype(np.int64) * round(1 / POOL_STEP) // k)
     bins = row * (N_POOL + 2) + np.minimum(steps, N_POOL + 1)
-    return np.bincount(bins, minlength=n_row * (N_POOL + 2)).reshape(n_row, -1)
+    return np.bincount(bins, minlength=n_row * (N_POOL + 2)).reshape(n_row, N_POOL + 2)
 
 
 class PagingTally:
@@ -161,4 +161,4 @@ class PagingTally:
             asked[budget],
             selector * n_budget + budget,
             len(order) * n_budget,
-        ).reshape(len(order), n_budget, -1)
+        ).reshape(len(order), n_budget, N_POOL + 2)
