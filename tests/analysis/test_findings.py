@@ -63,8 +63,8 @@ def test_the_gap_of_one_step_by_hand(tmp_path: Path) -> None:
 
 
 def two_steps() -> LayerArrays:
-    """The query turns from page 1 to page 2, of pages of one token."""
-    masses = np.array([[0.5, 0.3, 0.1, 0.1], [0.2, 0.6, 0.1, 0.1]])
+    """The query turns from the first token to the second and the fifth."""
+    masses = np.array([[0.7, 0.1, 0.1, 0.1], [0.2, 0.6, 0.1, 0.1]])
     return LayerArrays(
         k=np.concatenate([np.eye(4), np.zeros((2, 4))])[None].astype(np.float32),
         q=np.log(masses)[:, None].astype(np.float32),

@@ -21,7 +21,6 @@ from pytest_kvgate.analysis import (
     profile_trace,
 )
 from pytest_kvgate.analysis.findings import dense_layers, dim_ablation, gap, strides
-from pytest_kvgate.analysis.profile import COSTS
 from pytest_kvgate.trace import load_trace
 from tests.analysis.generated import (
     SELECTORS as JUDGED,
@@ -40,6 +39,8 @@ from tests.analysis.generated import (
 )
 from tests.plain import TOKEN_ORACLE, PlainProfile, PlainUnit
 
+# of these less is better
+COSTS = ("starved", "output_error", "missed_pages")
 COVERAGES = (0.1, 0.5, 0.9, 0.95, 1.01)
 
 
