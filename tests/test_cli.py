@@ -35,7 +35,7 @@ def test_profile_prints_the_tables_and_writes_the_report(
     assert main(["profile", str(CASES / "gqa-f16"), *options]) == 0
     output = capsys.readouterr().out
     lines = [line.split() for line in output.splitlines()]
-    assert lines[5][:6] == ["coverage", "at", "10%", "25%", "for", "0.5"]
+    assert lines[5][:6] == ["coverage", "at", "10%", "25%", "B", "for"]
     assert ["landmark", "0.1785", "0.3563"] in [line[:3] for line in lines]
     assert ["token-oracle", "0.3536", "0.5391"] in [line[:3] for line in lines]
     rows = json.loads(report.read_text("utf-8"))["coverage"]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pytest_kvgate.analysis.paging import N_POOL, POOL_STEP
-from pytest_kvgate.analysis.profile import NotMeasuredError, Profile
+from pytest_kvgate.analysis.profile import Profile
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
 from pytest_kvgate.trace import Layer, Trace
 
@@ -188,15 +188,9 @@ def paging_cost(profile: Profile, selector: str, budget: float) -> PagingCost:
 def metadata_bytes(profile: Profile, selector: str) -> float:
     """Return the bytes a selector stores beside all pages of the longest trace.
 
-    In all layers that are paged and all KV heads, at 2 bytes a number; 0 for the oracles.
-
-    Raises:
-        NotMeasuredError: the selector was not measured.
+    In all layers that are paged and all KV heads, at 2 bytes a number; 0 for what is no selector of
+    pages, such as the oracles.
     """
-    if selector not in profile.selectors:
-        raise NotMeasuredError(
-            f"selector {selector!r} was not measured; measured: {', '.join(profile.selectors)}."
-        )
     kind = profile.plan.registry.get(selector)
     if kind is None:
         return 0.0

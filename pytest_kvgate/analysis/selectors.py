@@ -21,6 +21,9 @@ ORACLE = "oracle"
 LANDMARK = "landmark"
 TOKEN_ORACLE = "token-oracle"
 
+#: Longer names do not fit into tables.
+LONGEST_NAME = 40
+
 #: Seed of the ``random`` selector.
 SEED = 20_240_601
 
@@ -217,9 +220,11 @@ def register(selectors: Iterable[Selector], known: Mapping[str, Selector]) -> di
                 f"{selector!r} is no selector; a pytest_kvgate.analysis.Selector is needed."
             )
         name = selector.name
-        if not isinstance(name, str) or not name or not name.replace("-", "").isalnum():
+        fits = isinstance(name, str) and len(name) <= LONGEST_NAME
+        if not fits or not name.replace("-", "").isalnum():
             raise SelectorError(
-                f"selector name {name!r}: letters, digits and '-' are accepted, such as 'my-first'."
+                f"selector name {name!r}: up to {LONGEST_NAME} letters, digits and '-' are "
+                "accepted, such as 'my-first'."
             )
         if name in registry or name in (ORACLE, TOKEN_ORACLE):
             raise SelectorError(f"there are two selectors named {name!r}; rename one.")

@@ -25,7 +25,7 @@ def kvgate_scorer(
     it needs, and, once timed, the pages it scores per second. With several traces, the test runs
     once for each.
     """
-    from pytest_kvgate.analysis import UndefinedError  # noqa: PLC0415
+    from pytest_kvgate.analysis import NotMeasuredError, UndefinedError  # noqa: PLC0415
     from pytest_kvgate.analysis.findings import metadata_bytes  # noqa: PLC0415
     from pytest_kvgate.analysis.scoring import page_scorer  # noqa: PLC0415
 
@@ -59,7 +59,7 @@ def kvgate_scorer(
             asked = budget or (gates[0].budget if gates else None) or profile.budgets[-1]
             try:
                 coverage: float | None = profile.coverage(selector, asked)
-            except UndefinedError:
+            except (NotMeasuredError, UndefinedError):
                 coverage = None
             timer.extra_info.update(
                 selector=selector,

@@ -34,13 +34,7 @@ def table(
         rows, headers, tablefmt="simple", disable_numparse=True, colalign=align if rows else None
     )
     lines = text.splitlines()
-    fits = max(map(len, lines)) <= WIDTH - len(INDENT)
-    if not fits and len(headers) <= 2:
-        half = (WIDTH - len(INDENT)) // 2 - 1  # two spaces lie between the columns
-        rows = [[shorten(cell, half) for cell in row] for row in rows]
-        yield from table(rows, [shorten(header, half) for header in headers], align)
-        return
-    if fits:
+    if max(map(len, lines)) <= WIDTH - len(INDENT) or len(headers) <= 2:
         yield from (INDENT + line.rstrip() for line in lines)
         return
     # Too wide: halve the columns, and repeat the first one, which names the row.

@@ -155,8 +155,6 @@ def test_metadata_is_two_bytes_a_number_beside_every_page_of_the_longest_trace(
         assert metadata_bytes(profile, box) == 4 * numbers
     for nothing in ("recency", "random", "oracle", "token-oracle"):
         assert metadata_bytes(profile, nothing) == 0
-    with pytest.raises(NotMeasuredError, match="'mine' was not measured"):
-        metadata_bytes(profile, "mine")
 
 
 def ablation_layer(rotated_last: bool) -> LayerArrays:

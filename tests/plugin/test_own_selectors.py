@@ -152,10 +152,16 @@ WRONG = {
     ),
     "a name with a comma": (
         "[Selector('a,b', score)]",
-        "selector name 'a,b': letters, digits and '-' are accepted, such as 'my-first'.",
+        "selector name 'a,b': up to 40 letters, digits and '-' are accepted, such as*",
     ),
-    "an empty name": ("[Selector('', score)]", "selector name '': letters, digits and '-' are*"),
-    "a name that is no text": ("[Selector(3, score)]", "selector name 3: letters, digits*"),
+    "an empty name": (
+        "[Selector('', score)]",
+        "selector name '': up to 40 letters*",
+    ),
+    "a name that is no text": (
+        "[Selector(3, score)]",
+        "selector name 3: up to 40 letters*",
+    ),
     "a function": (
         "[score]",
         "<function score at *> is no selector; a pytest_kvgate.analysis.S*",
