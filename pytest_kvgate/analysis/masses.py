@@ -24,6 +24,8 @@ BLOCK_LOGITS = 64 * 2**20
 #: Logits of one tile: 1.5 MiB in float32, which stays in the processor's cache.
 TILE_LOGITS = 3 * 2**17
 SHORTEST_TILE, LONGEST_TILE = 128, 4096
+#: The logit of a position that is not seen: its weight is 0, and finite times 0 is 0.
+HIDDEN = np.float32(-1e30)
 #: Values summed in float32 before float64 takes over.
 SUM_LENGTH = 256
 
@@ -34,11 +36,11 @@ class GroupAttention:
 
     ``p[s, h, j] = weights[t][s, h, j - edges[t]] · scale[t, s, h]`` for the tile ``t`` that holds
     position j. ``edges`` are the positions where tiles begin, and the end. ``weights[t]`` is
-    ``[n_step, G, length]`` float32; ``scale`` and the sums below are ``[n_tile, n_step, G]``
-    float64, and ``scale`` is 0 where a step does not see the tile: a tile is seen wholly or not at
-    all. ``top`` is the largest logit of a tile, ``mass`` its ``Σ p``, ``heat`` its
-    ``Σ e·(x - top)`` with e the weight and x the logit, ``output`` its ``Σ p·v``, ``[n_tile,
-    n_step, G, d_v]``, where values were given. ``sink_share`` is ``[n_step, G]``.
+    ``[n_step, G, length]`` float32, 0 where hidden; ``scale`` and the next three are ``[n_tile,
+    n_step, G]`` float64, and ``scale`` is 0 where a step sees nothing of the tile. ``top`` is the
+    largest logit of a tile, ``sums`` is ``Σ e`` and ``heat`` is ``Σ e·(x - top)`` with e the weight
+    and x the logit. ``output`` is ``Σ e·v``, ``[n_tile, n_step, G, d_v]``, where values were given.
+    ``sink_share`` is the learned sink's share of the mass, ``[n_step, G]``.
     """
 
     edges: NDArray[np.int64]
@@ -128,7 +130,7 @@ class GroupSoftmax:
         self._n_visible = np.array(n_visible, dtype=np.int64)
         window = layer.window or int(self._n_visible.max())
         self._first_visible = np.maximum(self._n_visible - window, 0)
-        self._cuts = sorted({*cuts, *self._n_visible.tolist(), *self._first_visible.tolist()})
+        self._cuts = sorted(set(cuts))
         self._scaled = (queries * np.float32(layer.scale)).reshape(n_step * self._group, -1)
         self._slopes = None
         if layer.alibi_slopes is not None:
@@ -181,6 +183,7 @@ class GroupSoftmax:
                 distance = (self._n_visible[:, None] - 1 - np.arange(begin, end)).astype(np.float32)
                 by_head = logits.reshape(-1, self._group, length)
                 by_head -= self._slopes[None, :, None] * distance[:, None, :]
+            self._hide(begin, end, logits)
             top = logits.max(axis=1)
             logits -= top[:, None]
             np.exp(logits, out=weights)
@@ -233,10 +236,17 @@ class GroupSoftmax:
             output=np.array(self._output, dtype=np.float64) if self._output else None,
         )
 
+    def _hide(self, begin: int, end: int, logits: NDArray[np.float32]) -> None:
+        """Push what a step does not see of a tile below everything it sees."""
+        by_step = logits.reshape(len(self._n_visible), -1, end - begin)
+        for step in np.flatnonzero((self._n_visible < end) | (self._first_visible > begin)):
+            by_step[step, :, max(0, self._n_visible[step] - begin) :] = HIDDEN
+            by_step[step, :, : max(0, self._first_visible[step] - begin)] = HIDDEN
+
     def _seen(self, begin: Any, end: Any) -> NDArray[np.bool_]:  # noqa: ANN401 - int or array
-        """Return which steps see ``[begin, end)`` wholly, ``[…, n_step]``."""
+        """Return which steps see anything of ``[begin, end)``, ``[…, n_step]``."""
         begin, end = np.asarray(begin)[..., None], np.asarray(end)[..., None]
-        seen: NDArray[np.bool_] = (begin >= self._first_visible) & (end <= self._n_visible)
+        seen: NDArray[np.bool_] = (begin < self._n_visible) & (end > self._first_visible)
         return seen
 
     def _require_finite(self, begin: int, end: int, rows: NDArray[np.floating]) -> None:

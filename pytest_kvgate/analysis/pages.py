@@ -17,6 +17,7 @@ from pytest_kvgate.analysis.wording import exact, percent
 
 #: Budgets 0.001, 0.002, … 1.000: where a required budget is looked for.
 BUDGET_GRID = tuple(step / 1000 for step in range(1, 1001))
+_BUDGETS = np.array((math.nan, *BUDGET_GRID, math.nan))
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ class PageGrid:
         """
         steps = -(-pages * len(BUDGET_GRID) * self.page_size // n_visible)
         steps = np.maximum(steps, 1)
-        known = np.array((math.nan, *BUDGET_GRID, math.nan))
-        budgets: NDArray[np.float64] = known[np.minimum(steps, len(BUDGET_GRID) + 1)]
+        budgets: NDArray[np.float64] = _BUDGETS[np.minimum(steps, len(BUDGET_GRID) + 1)]
         return budgets
 
     def pages_on_grid(self, n_visible: Sequence[int]) -> NDArray[np.int64]:

@@ -30,45 +30,54 @@ class LruPools:
     """
 
     def __init__(self, n_pool: int, n_page: int) -> None:
-        # per page: how many pages are as recent or more so; 0 for what was never selected
-        self._depth = np.zeros((n_pool, n_page), dtype=np.int32)
+        self._n_page = n_page
+        self._first = np.arange(n_pool) * (n_page + 1)
+        # per pool and page, from `_first` of the pool on: how many pages are as recent or more so;
+        # none for what was never selected
+        self._depth = np.repeat(self._first, n_page)
         self._n_resident = np.zeros(n_pool, dtype=np.int64)
         #: Which pools have selected anything yet, ``[n_pool]``.
         self.started = np.zeros(n_pool, dtype=bool)
 
     def access(
-        self, selected: NDArray[np.bool_], capacity: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        self, selected: NDArray[np.int64], capacity: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Select pages at the next step and evict down to the capacity.
 
         Args:
-            selected: ``[n_pool, n_page]``; a pool that selects nothing stays as it is.
+            selected: ``[n]``, ascending: ``pool · n_page + page`` of each selected page. A pool
+                that selects nothing stays as it is.
             capacity: ``[n_pool]``, pages that each pool holds, no fewer than it selects.
 
         Returns:
-            Hits per pool, and ``[n_pool, n_page]``: the smallest pool in pages that would have held
-            a page; 0 where none would, because it was never selected before.
+            Hits per pool, and ``[n]``: the smallest pool in pages that would have held a page; 0
+            where none would, because it was never selected before.
         """
-        needed = self._depth
-        n_selected = selected.sum(axis=1)
-        hits = (selected & (needed > 0) & (needed <= self._n_resident[:, None])).sum(axis=1)
-        # pages that are not selected sink by the selected ones that were less recent than they
-        pools, pages = np.nonzero(selected)
-        passed = np.zeros((len(needed), needed.shape[1] + 1), dtype=np.int32)
-        passed[pools, needed[pools, pages]] = 1
-        passed[:, 0] = 0
-        np.cumsum(passed, axis=1, out=passed)
-        depth = needed - np.take_along_axis(passed, needed, axis=1) + n_selected[:, None]
-        depth[needed == 0] = 0
-        from_above = np.cumsum(selected[:, ::-1], axis=1)[:, ::-1]
-        self._depth = np.where(selected, from_above, depth).astype(np.int32)
+        n_pool = len(self._first)
+        pool = selected // self._n_page
+        at = self._depth[selected]
+        needed = at - self._first[pool]
+        n_selected = np.bincount(pool, minlength=n_pool)
+        hit = (needed > 0) & (needed <= self._n_resident[pool])
+        hits = np.bincount(pool[hit], minlength=n_pool)
+        # the others sink by what is selected, less the selected ones that were more recent already
+        sinking = np.zeros((n_pool, self._n_page + 1), dtype=np.int64)
+        sinking.reshape(-1)[at] = 1
+        sinking[:, 0] = 0
+        np.cumsum(sinking, axis=1, out=sinking)
+        np.subtract(n_selected[:, None], sinking, out=sinking)
+        sinking[:, 0] = 0  # never selected
+        self._depth += sinking.reshape(-1)[self._depth]
+        # the highest page selected is the most recent one
+        from_above = np.cumsum(n_selected)[pool] - np.arange(len(selected))
+        self._depth[selected] = self._first[pool] + from_above
         self._n_resident = np.minimum(self._n_resident + n_selected - hits, capacity)
         self.started |= n_selected > 0
         return hits, needed
 
 
 def pool_histogram(
-    needed: NDArray[np.int32], k: NDArray[np.int64], row: NDArray[np.int64], n_row: int
+    needed: NDArray[np.int64], k: NDArray[np.int64], row: NDArray[np.int64], n_row: int
 ) -> NDArray[np.int64]:
     """Count accesses by the pool they need, ``[n_row, N_POOL + 2]``.
 
@@ -77,7 +86,7 @@ def pool_histogram(
     entry i those that ``i · POOL_STEP · k`` pages serve and fewer do not; the last one those that
     need more than `LARGEST_POOL` times k.
     """
-    steps = -(-needed.astype(np.int64) * round(1 / POOL_STEP) // k)
+    steps = -(-needed * round(1 / POOL_STEP) // k)
     bins = row * (N_POOL + 2) + np.minimum(steps, N_POOL + 1)
     return np.bincount(bins, minlength=n_row * (N_POOL + 2)).reshape(n_row, N_POOL + 2)
 
@@ -142,23 +151,20 @@ class PagingTally:
         """Run one step of a group of selectors; ``order`` is ``[n_selector, n_head, widest]``."""
         n_head, n_budget, n_page = self._shape
         shape = (len(order), n_head, n_budget)
-        place = np.full((len(order), n_head, n_page), n_page, dtype=np.int32)
-        np.put_along_axis(place, order, np.arange(order.shape[-1], dtype=np.int32), axis=-1)
         chosen, asked = pages.chosen[step], pages.asked[step]
         active = np.broadcast_to(counted[:, step, None] & (chosen > 0), shape)
-        selected = (place[:, :, None] < chosen[:, None]) & active[..., None]
-        capacity = asked * self._pool.numerator // self._pool.denominator
         running = active & pools.started.reshape(shape)
-        found, needed = pools.access(
-            selected.reshape(-1, n_page), np.broadcast_to(capacity, shape).reshape(-1)
-        )
+        best = np.arange(order.shape[-1]) < chosen[:, None]
+        selector, head, budget, place = np.nonzero(active[..., None] & best)
+        pool = np.ravel_multi_index((selector, head, budget), shape)
+        selected = np.sort(pool * n_page + order[selector, head, place])
+        capacity = asked * self._pool.numerator // self._pool.denominator
+        found, needed = pools.access(selected, np.broadcast_to(capacity, shape).reshape(-1))
         served = np.where(running, found.reshape(shape), np.nan)
         hits[group, :, :, step] = served.transpose(0, 2, 1)
         accesses[group, :, :, step] = np.where(running, chosen, np.nan).transpose(0, 2, 1)
-        selector, _, budget, _ = kept = np.nonzero(selected & running[..., None])
+        kept = running.reshape(-1)[selected // n_page]
+        selector, _, budget = np.unravel_index(selected[kept] // n_page, shape)
         self.reuse[group] += pool_histogram(
-            needed.reshape(selected.shape)[kept],
-            asked[budget],
-            selector * n_budget + budget,
-            len(order) * n_budget,
+            needed[kept], asked[budget], selector * n_budget + budget, len(order) * n_budget
         ).reshape(len(order), n_budget, N_POOL + 2)

@@ -35,19 +35,20 @@ class LruPool:
     def is_new(self) -> bool:
         return not self._pools.started[1]
 
-    def access(self, selected: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[np.int32]]:
-        mask = np.zeros((3, self._n_page), dtype=bool)
-        mask[1, selected] = True
-        mask[2, : len(selected)] = True
-        hits, needed = self._pools.access(mask, np.array([1, capacity, self._n_page]))
+    def access(self, selected: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[np.int64]]:
+        own = np.sort(selected) + self._n_page
+        beside = np.arange(len(selected)) + 2 * self._n_page
+        hits, needed = self._pools.access(
+            np.concatenate([own, beside]), np.array([1, capacity, self._n_page])
+        )
         assert hits[0] == 0
-        return int(hits[1]), needed[1, selected]
+        return int(hits[1]), needed[np.searchsorted(own, selected + self._n_page)]
 
 
 def counts_of(needed: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the histogram of one row, while another row is counted beside it."""
     both = pool_histogram(
-        np.concatenate([needed, [1]]).astype(np.int32),
+        np.concatenate([needed, [1]]),
         np.concatenate([k, [1]]),
         np.array([0] * len(needed) + [1]),
         2,
@@ -120,11 +121,12 @@ def test_the_pool_a_page_needs_counts_what_is_as_recent_or_more_so() -> None:
 
 def test_a_pool_that_selects_nothing_stays_as_it_is() -> None:
     pools = LruPools(2, 4)
-    first = np.array([[True, True, False, False]] * 2)
-    pools.access(first, np.array([2, 2]))
+    sizes = np.array([2, 2])
+    both = np.array([0, 1, 4, 5])  # pages 0 and 1 of each pool of four
+    pools.access(both, sizes)
 
-    pools.access(np.array([[False] * 4, [False, False, True, True]]), np.array([2, 2]))
-    hits, _ = pools.access(first, np.array([2, 2]))
+    pools.access(np.array([6, 7]), sizes)  # pages 2 and 3 of the second
+    hits, _ = pools.access(both, sizes)
 
     assert hits.tolist() == [2, 0]
 
