@@ -26,6 +26,16 @@ def share(value: float | None) -> str:
     return UNDEFINED if value is None else f"{_cut(value):.4f}"
 
 
+def cost(value: float | None) -> str:
+    """Write what must stay small with four digits, cut upwards, so that 0.10001 is not 0.1."""
+    return UNDEFINED if value is None else f"{-_cut(-value):.4f}"
+
+
+def part(value: float | None) -> str:
+    """Write one part of a sum with four digits, rounded."""
+    return UNDEFINED if value is None else f"{value:.4f}"
+
+
 def multiple(value: float) -> str:
     """Write a pool size relative to a step's pages: 2 → 2 ×."""
     return f"{value:g} ×"

@@ -7,7 +7,7 @@ import math
 from pytest_kvgate.analysis import Interval, Profile, UndefinedError
 from pytest_kvgate.analysis.findings import paging_cost, strides
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
-from pytest_kvgate.analysis.wording import UNDEFINED, multiple, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, cost, multiple, percent, share
 from pytest_kvgate.gate.model import Check, Gate, on_grid
 from pytest_kvgate.gate.observation import observe
 
@@ -16,6 +16,10 @@ _SCOPES = {
     "worst-layer": " in the worst layer",
     "p05": " in the worst twentieth of the units",
 }
+
+
+#: How numbers are written that are no shares.
+_WRITTEN = {"required_budget": percent, "output_error": cost}
 
 
 def go_reason(gate: Gate, profile: Profile, check: Check) -> str:
@@ -105,7 +109,7 @@ def _phrase(gate: Gate, profile: Profile, check: Check, subject: str, value: flo
             f"{subject} needs a budget of {percent(value)} for a coverage of {gate.coverage}{where}"
         )
     if measure == "output_error":
-        return f"{subject} has an attention-output error of {share(value)}{where}{at}"
+        return f"{subject} has an attention-output error of {cost(value)}{where}{at}"
     if measure == "hit_rate":
         return (
             f"{subject} finds {share(value)} of its pages in a pool of "
@@ -124,7 +128,7 @@ def _others(gate: Gate, profile: Profile, check: Check) -> str:
             value = observe(gate, profile, check.demand, name)
         except UndefinedError:
             continue
-        written = percent if check.demand.measure == "required_budget" else share
+        written = _WRITTEN.get(check.demand.measure, share)
         values.append(f"{name} {UNDEFINED if value is None else written(value)}")
     return f"the others: {', '.join(values)}"
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_kvgate.analysis.selectors import TOKEN_ORACLE
-from pytest_kvgate.analysis.wording import UNDEFINED, multiple, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, cost, multiple, part, percent, share
 from pytest_kvgate.report.tables import by_budget, table
 from pytest_kvgate.report.wording import bytes_text
 
 Row = Mapping[str, Any]
+
+#: How numbers are written of which less is better.
+WRITTEN = {"output_error": cost, "starved": cost}
 
 
 def detail_blocks(document: Row) -> list[Iterator[str]]:
@@ -31,7 +34,7 @@ def detail_blocks(document: Row) -> list[Iterator[str]]:
     return [
         by_budget("95% interval at", coverage, "selector", "ci", budgets, _interval),
         *(
-            by_budget(title, coverage, "selector", key, budgets, share)
+            by_budget(title, coverage, "selector", key, budgets, WRITTEN.get(key, share))
             for key, title in titles.items()
         ),
         _gap(document["gap"]),
@@ -54,7 +57,7 @@ def _gap(rows: Sequence[Row]) -> Iterator[str]:
     first = rows[0]["selector"]
     keys = ("diffuse", "granularity", "selection", "staleness", "shortfall")
     texts = [
-        [f"{percent(row['budget'])} {row['selector']}", *(share(row[key]) for key in keys)]
+        [f"{percent(row['budget'])} {row['selector']}", *(part(row[key]) for key in keys)]
         for row in rows
         if row["selector"] != first
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, distinct, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, distinct, part, percent, share
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
@@ -179,11 +179,11 @@ def _gap(document: Document) -> Iterator[str]:
     texts = [
         [
             percent(row["budget"]),
-            share(row["diffuse"]),
-            share(row["granularity"]),
-            share(row["selection"]),
-            share(row["staleness"]),
-            share(row["shortfall"]),
+            part(row["diffuse"]),
+            part(row["granularity"]),
+            part(row["selection"]),
+            part(row["staleness"]),
+            part(row["shortfall"]),
         ]
         for row in rows
         if row["selector"] == selector

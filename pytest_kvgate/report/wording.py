@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, cost, percent, share
 
 #: What a measure is called in a sentence and above a column.
 NAMES = {
@@ -18,10 +18,10 @@ NAMES = {
 
 
 def measured(measure: str, value: float | None) -> str:
-    """Write a number of a gate: a budget as a percentage, all else as a share."""
+    """Write a number of a gate: a budget as a percentage, an error cut upwards, else a share."""
     if measure == "required_budget":
         return UNDEFINED if value is None else percent(value)
-    return share(value)
+    return cost(value) if measure == "output_error" else share(value)
 
 
 def bytes_text(value: float | None) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_kvgate.analysis import PageGrid
 from pytest_kvgate.analysis.pages import BUDGET_GRID
-from pytest_kvgate.analysis.wording import exact, percent, share
+from pytest_kvgate.analysis.wording import cost, exact, part, percent, share
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,28 @@ def test_a_share_is_cut_to_four_digits_and_not_rounded(value: float | None, text
 def test_every_share_of_four_digits_is_written_as_it_is() -> None:
     assert [share(step / 10000) for step in range(10001)] == [
         f"{step // 10000}.{step % 10000:04d}" for step in range(10001)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.1, "0.1000"), (0.10000001, "0.1001"), (0.2, "0.2000"), (1.5, "1.5000"), (0.0, "0.0000")],
+)
+def test_what_must_stay_small_is_cut_upwards(value: float, text: str) -> None:
+    assert cost(value) == text
+    assert cost(None) == "–"
+
+
+def test_every_cost_of_four_digits_is_written_as_it_is() -> None:
+    assert [cost(step / 10000) for step in range(10001)] == [
+        f"{step // 10000}.{step % 10000:04d}" for step in range(10001)
+    ]
+
+
+def test_parts_of_a_sum_are_rounded_so_that_they_add_up() -> None:
+    assert [part(value) for value in (0.42439, 0.36965, -0.00254, None)] == [
+        "0.4244",
+        "0.3697",
+        "-0.0025",
+        "–",
     ]
