@@ -28,7 +28,7 @@ def share(value: float | None) -> str:
 
 def cost(value: float | None) -> str:
     """Write what must stay small with four digits, cut upwards, so that 0.10001 is not 0.1."""
-    return UNDEFINED if value is None else f"{-_cut(-value):.4f}"
+    return UNDEFINED if value is None else f"{0.0 - _cut(-value):.4f}"
 
 
 def part(value: float | None) -> str:

