@@ -168,3 +168,14 @@ def test_capture_writes_v_on_demand(
     assert main(["capture", *arguments, *(["--values"] if values else [])]) == 0
     (trace,) = (tmp_path / "traces").iterdir()
     assert all((layer.v is not None) == values for layer in load_trace(trace).layers)
+
+
+@pytest.mark.parametrize("selectors", ["quest", "landmark,token-oracle", "token-oracle"])
+def test_profile_does_without_the_oracle(
+    capsys: pytest.CaptureFixture[str], selectors: str
+) -> None:
+    options = ["--recent", "0.05", "--budgets", "0.1", "--selectors", selectors, "--verbose"]
+    assert main(["profile", str(CASES / "gqa-f16"), *options]) == 0
+    output = capsys.readouterr().out
+    assert selectors.split(",", maxsplit=1)[0] in output
+    assert "Dense" not in output

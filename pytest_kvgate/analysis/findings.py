@@ -131,11 +131,12 @@ def dim_ablation(profile: Profile, budget: float) -> Ablation | None:
 def page_bytes(trace: Trace, layer: Layer, page_size: int) -> float:
     """Return the bytes of K and V in one page of one KV head, in the cache's types.
 
-    A trace that does not say them is taken for f16. V is as long as K where it was not captured;
-    MLA keeps none, so its bytes are overstated.
+    Where a trace does not say them, what it holds counts, and 2 bytes for V that was not captured.
+    V is as long as K then; MLA keeps none, so its bytes are overstated.
     """
-    key_bytes = CACHE_BYTES.get(str(trace.capture.get("cache_type_k")), 2)
-    value_bytes = CACHE_BYTES.get(str(trace.capture.get("cache_type_v")), 2)
+    key_bytes = CACHE_BYTES.get(str(trace.capture.get("cache_type_k")), layer.k.itemsize)
+    value_stored = 2 if layer.v is None else layer.v.itemsize
+    value_bytes = CACHE_BYTES.get(str(trace.capture.get("cache_type_v")), value_stored)
     value_dim = layer.head_dim if layer.v is None else layer.v.shape[2]
     return page_size * (layer.head_dim * key_bytes + value_dim * value_bytes)
 
@@ -185,15 +186,15 @@ def paging_cost(profile: Profile, selector: str, budget: float) -> PagingCost:
     )
 
 
-def metadata_bytes(profile: Profile, selector: str) -> float:
+def metadata_bytes(profile: Profile, selector: str) -> float | None:
     """Return the bytes a selector stores beside all pages of the longest trace.
 
-    In all layers that are paged and all KV heads, at 2 bytes a number; 0 for what is no selector of
-    pages, such as the oracles.
+    In all layers that are paged and all KV heads, at 2 bytes a number; None for the oracles, which
+    cannot be built.
     """
     kind = profile.plan.registry.get(selector)
     if kind is None:
-        return 0.0
+        return None
     return max(
         sum(
             kind.page_bytes(layer.head_dim)

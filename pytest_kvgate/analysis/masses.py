@@ -25,7 +25,7 @@ BLOCK_LOGITS = 64 * 2**20
 TILE_LOGITS = 3 * 2**17
 SHORTEST_TILE, LONGEST_TILE = 128, 4096
 #: The logit of a position that is not seen: its weight is 0, and finite times 0 is 0.
-HIDDEN = np.float32(-1e30)
+HIDDEN = np.float32(-1.7e38)
 #: Values summed in float32 before float64 takes over.
 SUM_LENGTH = 256
 
@@ -196,7 +196,9 @@ class GroupSoftmax:
         self._sums.append(_row_sums(weights).reshape(shape))
         self._heat.append(heat.reshape(shape))
         if values is not None:
-            self._output.append((weights @ values).reshape(*self._top[-1].shape, -1))
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for it
+                output = weights @ values
+            self._output.append(output.reshape(*self._top[-1].shape, -1))
 
     def finish(self) -> GroupAttention:
         """Put all tiles on one scale.

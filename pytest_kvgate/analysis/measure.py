@@ -20,6 +20,7 @@ from pytest_kvgate.analysis.heads import HeadPages, head_pages
 from pytest_kvgate.analysis.masses import (
     BLOCK_LOGITS,
     LONGEST_TILE,
+    GroupAttention,
     GroupSoftmax,
     key_tiles,
     single_precision,
@@ -33,10 +34,11 @@ from pytest_kvgate.analysis.selectors import (
     PageKeys,
     Selector,
     landmark,
+    read_only,
 )
 from pytest_kvgate.analysis.threads import Workers
 from pytest_kvgate.analysis.units import LayerNumbers
-from pytest_kvgate.trace import Layer, Step
+from pytest_kvgate.trace import Layer, Step, TraceError
 
 #: Scores and masses of pages held at once, in float32 values; bounds a block of steps to 128 MiB.
 BLOCK_SCORES = 32 * 2**20
@@ -153,6 +155,7 @@ def _stream_head(
         for grid, found in zip(pages, scores, strict=True):
             _score_tile(tile.start, keys, queries, grid, selectors, found)
     attention = softmax.finish()
+    _require_finite_values(layer, kv_head, attention)
     token_mass = attention.token_masses()
     names = (*plan.selectors, UNROTATED) if UNROTATED in selectors else plan.selectors
     return [
@@ -167,6 +170,15 @@ def _stream_head(
         )
         for grid, found in zip(pages, scores, strict=True)
     ]
+
+
+def _require_finite_values(layer: Layer, kv_head: int, attention: GroupAttention) -> None:
+    """Raise TraceError where V made an output that is not a finite number."""
+    if attention.output is not None and not np.isfinite(attention.output).all():
+        raise TraceError(
+            f"layer {layer.index}, KV head {kv_head}: Σ p·v is not a finite number, so V holds "
+            "broken values. Capture it again."
+        )
 
 
 def _score_tile(
@@ -184,7 +196,7 @@ def _score_tile(
     if first >= end:
         return
     rows = keys[first * size - start : end * size - start]
-    batch = PageKeys(rows.reshape(end - first, size, -1), first)
+    batch = PageKeys(read_only(rows.reshape(end - first, size, -1)), first)
     for name, selector in selectors.items():
         at = slice(first - pages.first, end - pages.first)
         scores[name][:, at] = selector.scores(queries, batch)

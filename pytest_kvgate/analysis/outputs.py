@@ -25,7 +25,7 @@ def output_errors(
     ``o = Σ p·v`` and ``o' = Σ_kept p·v / (Σ_kept p + share of the learned sink)``, where kept is
     free and selected. ``eligible`` and ``everything`` are the tiles of eligible and of all
     positions, ``[n_tile, n_step]``; ``orders`` the ranked pages, ``[n_step, N]`` per selector.
-    A head whose output is exactly zero counts 0 if o' is zero too, else 1.
+    A head whose output is exactly zero has no relative error, and its unit none either.
     """
     whole = attention.outputs(everything)
     free, free_mass = (
@@ -59,6 +59,6 @@ def _relative_error(
     renormalised = np.divide(kept, mass[:, None], out=np.zeros_like(kept), where=mass[:, None] > 0)
     distance = np.linalg.norm(renormalised - whole, axis=1)
     length = np.linalg.norm(whole, axis=1)
-    nothing = (distance > 0).astype(np.float64)
+    nothing = np.full(len(length), np.nan)
     error: NDArray[np.float64] = np.divide(distance, length, out=nothing, where=length > 0)
     return error

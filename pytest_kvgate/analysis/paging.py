@@ -36,11 +36,13 @@ class LruPools:
         # none for what was never selected
         self._depth = np.repeat(self._first, n_page)
         self._n_resident = np.zeros(n_pool, dtype=np.int64)
+        # per pool and page: the pool that held it through the steps with fewer pages, in tenths
+        self._settled = np.zeros(n_pool * n_page, dtype=np.int64)
         #: Which pools have selected anything yet, ``[n_pool]``.
         self.started = np.zeros(n_pool, dtype=bool)
 
     def access(
-        self, selected: NDArray[np.int64], capacity: NDArray[np.int64]
+        self, selected: NDArray[np.int64], capacity: NDArray[np.int64], k: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Select pages at the next step and evict down to the capacity.
 
@@ -48,17 +50,21 @@ class LruPools:
             selected: ``[n]``, ascending: ``pool · n_page + page`` of each selected page. A pool
                 that selects nothing stays as it is.
             capacity: ``[n_pool]``, pages that each pool holds, no fewer than it selects.
+            k: ``[n_pool]``, pages that were bought at the step before, 1 or more.
 
         Returns:
-            Hits per pool, and ``[n]``: the smallest pool in pages that would have held a page; 0
-            where none would, because it was never selected before.
+            Hits per pool, and ``[n]``: the smallest pool that would have held a page, in tenths of
+            the pages ``k`` that were bought at the steps since; 0 where none would, because it was
+            never selected before.
         """
         n_pool = len(self._first)
         pool = selected // self._n_page
         at = self._depth[selected]
-        needed = at - self._first[pool]
+        depth = at - self._first[pool]
+        needed = np.maximum(_tenths(depth, k[pool]), self._settled[selected])
+        self._settled[selected] = 0
         n_selected = np.bincount(pool, minlength=n_pool)
-        hit = (needed > 0) & (needed <= self._n_resident[pool])
+        hit = (depth > 0) & (depth <= self._n_resident[pool])
         hits = np.bincount(pool[hit], minlength=n_pool)
         # the others sink by what is selected, less the selected ones that were more recent already
         sinking = np.zeros((n_pool, self._n_page + 1), dtype=np.int64)
@@ -75,19 +81,28 @@ class LruPools:
         self.started |= n_selected > 0
         return hits, needed
 
+    def settle(self, k: NDArray[np.int64]) -> None:
+        """Keep how large a pool had to be so far, before a step buys other numbers of pages."""
+        depth = self._depth.reshape(-1, self._n_page) - self._first[:, None]
+        np.maximum(self._settled, _tenths(depth, k[:, None]).ravel(), out=self._settled)
+
+
+def _tenths(pages: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return pages in units of ``POOL_STEP · k``, rounded up."""
+    tenths: NDArray[np.int64] = -(-pages * round(1 / POOL_STEP) // k)
+    return tenths
+
 
 def pool_histogram(
-    needed: NDArray[np.int64], k: NDArray[np.int64], row: NDArray[np.int64], n_row: int
+    needed: NDArray[np.int64], row: NDArray[np.int64], n_row: int
 ) -> NDArray[np.int64]:
     """Count accesses by the pool they need, ``[n_row, N_POOL + 2]``.
 
-    The first three arguments are ``[n_access]``: the smallest pool in pages, the pages that the
-    budget buys, and the row to count in. Entry 0 counts first selections, which no pool serves;
-    entry i those that ``i · POOL_STEP · k`` pages serve and fewer do not; the last one those that
-    need more than `LARGEST_POOL` times k.
+    The first two arguments are ``[n_access]``: the smallest pool in units of ``POOL_STEP · k``, and
+    the row to count in. Entry 0 counts first selections, which no pool serves; the last one those
+    that need more than `LARGEST_POOL` times k.
     """
-    steps = -(-needed * round(1 / POOL_STEP) // k)
-    bins = row * (N_POOL + 2) + np.minimum(steps, N_POOL + 1)
+    bins = row * (N_POOL + 2) + np.minimum(needed, N_POOL + 1)
     return np.bincount(bins, minlength=n_row * (N_POOL + 2)).reshape(n_row, N_POOL + 2)
 
 
@@ -110,6 +125,7 @@ class PagingTally:
             LruPools((group.stop - group.start) * n_head_kv * n_budget, n_page)
             for group in self._groups
         ]
+        self._asked_before: NDArray[np.int64] | None = None
         self.reuse = np.zeros((n_selector, n_budget, N_POOL + 2), dtype=np.int64)
 
     def add(
@@ -131,10 +147,11 @@ class PagingTally:
         """
         shape = (len(orders), self._shape[1], *counted.shape)
         hits, accesses = np.full(shape, np.nan), np.full(shape, np.nan)
-        for group, pools in zip(self._groups, self._pools, strict=True):
-            stacked = np.stack(orders[group])
-            for step in range(counted.shape[1]):
-                self._step(group, pools, stacked[:, :, step], step, pages, counted, hits, accesses)
+        stacked = [np.stack(orders[group]) for group in self._groups]
+        for step in range(counted.shape[1]):
+            for group, pools, order in zip(self._groups, self._pools, stacked, strict=True):
+                self._step(group, pools, order[:, :, step], step, pages, counted, hits, accesses)
+            self._asked_before = np.maximum(pages.asked[step], 1)
         return hits, accesses
 
     def _step(
@@ -159,12 +176,16 @@ class PagingTally:
         pool = np.ravel_multi_index((selector, head, budget), shape)
         selected = np.sort(pool * n_page + order[selector, head, place])
         capacity = asked * self._pool.numerator // self._pool.denominator
-        found, needed = pools.access(selected, np.broadcast_to(capacity, shape).reshape(-1))
+        before = np.maximum(asked, 1) if self._asked_before is None else self._asked_before
+        k = np.broadcast_to(before, shape).reshape(-1)
+        if (before != asked).any():
+            pools.settle(k)
+        found, needed = pools.access(selected, np.broadcast_to(capacity, shape).reshape(-1), k)
         served = np.where(running, found.reshape(shape), np.nan)
         hits[group, :, :, step] = served.transpose(0, 2, 1)
         accesses[group, :, :, step] = np.where(running, chosen, np.nan).transpose(0, 2, 1)
         kept = running.reshape(-1)[selected // n_page]
         selector, _, budget = np.unravel_index(selected[kept] // n_page, shape)
         self.reuse[group] += pool_histogram(
-            needed[kept], asked[budget], selector * n_budget + budget, len(order) * n_budget
+            needed[kept], selector * n_budget + budget, len(order) * n_budget
         ).reshape(len(order), n_budget, N_POOL + 2)

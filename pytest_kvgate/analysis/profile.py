@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,8 @@ _UNDEFINED = {
     "stale_coverage": "no unit has a sampled step before it",
     "lag_one_coverage": "no two sampled steps follow each other; sample with a stride of 1",
     "output_error": "the trace holds no values (V); capture it with --kvgate-values",
-    "hit_rate": "the first sampled step fills the pool, and there is no other",
-    "missed_pages": "the first sampled step fills the pool, and there is no other",
+    "hit_rate": "the first sampled step fills the pool, and a trace has no other",
+    "missed_pages": "the first sampled step fills the pool, and a trace has no other",
 }
 
 
@@ -205,7 +206,10 @@ class Profile:
 
         Raises as `measure` does.
         """
-        return interval(self.samples(name, selector, budget, layers), scope, confidence)
+        samples = self.samples(name, selector, budget, layers)
+        # the same capture given several times says no more than once
+        distinct = np.array(_first_of_same(self.traces))
+        return interval(replace(samples, trace=distinct[samples.trace]), scope, confidence)
 
     def samples(
         self,
@@ -215,6 +219,10 @@ class Profile:
         layers: Collection[int] | None = None,
     ) -> Samples:
         """Return one of `MEASURES` per unit; raises as `measure` does."""
+        if name not in MEASURES:
+            raise NotMeasuredError(
+                f"there is no measure {name!r}; accepted: {', '.join(MEASURES)}."
+            )
         row = self._selector(selector)
         if budget not in self.budgets:
             raise NotMeasuredError(self._unknown_budget(budget, ()))
@@ -240,9 +248,14 @@ class Profile:
         if layers is not None:
             chosen = np.isin(units.layer, list(layers))
         known = chosen & ~np.isnan(value)
-        # some layers without values would leave a mean of the others
-        if not known.any() or (name == "output_error" and (known != chosen).any()):
+        # what some layers or traces lack would leave a mean of the others
+        partial = name == "output_error" and (known != chosen).any()
+        if name in ("hit_rate", "missed_pages"):
+            partial = not np.isin(units.trace[chosen], units.trace[known]).all()
+        if not known.any() or partial:
             why = _UNDEFINED.get(name, "no unit of these layers counts")
+            if name == "output_error" and known.any():
+                why = "some layers have no values (V), or an attention output is exactly zero"
             if selector == TOKEN_ORACLE and name not in ("coverage", "total_mass"):
                 why = f"{TOKEN_ORACLE} selects tokens, not pages"
             raise UndefinedError(f"{name} of {selector} is undefined: {why}.")
@@ -339,3 +352,17 @@ class Profile:
             f"budget {budget!r} was not measured; measured: {also}"
             f"{', '.join(str(item) for item in self.budgets)}. Add it to --kvgate-budgets."
         )
+
+
+def _first_of_same(traces: tuple[Trace, ...]) -> tuple[int, ...]:
+    """Return for each trace the position of the first one with the same queries."""
+    if len(traces) == 1:
+        return (0,)
+    seen: dict[bytes, int] = {}
+    found = []
+    for position, trace in enumerate(traces):
+        digest = hashlib.sha256(repr(trace.steps).encode())
+        for layer in trace.paged_layers[:1]:
+            digest.update(np.ascontiguousarray(layer.q).tobytes())
+        found.append(seen.setdefault(digest.digest(), position))
+    return tuple(found)

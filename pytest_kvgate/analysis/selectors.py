@@ -6,11 +6,13 @@ oracles rank by the attention masses themselves and cannot be built; they are th
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +26,17 @@ TOKEN_ORACLE = "token-oracle"
 #: Longer names do not fit into tables.
 LONGEST_NAME = 40
 
+Real = TypeVar("Real", bound=np.floating[Any])
+
 #: Seed of the ``random`` selector.
 SEED = 20_240_601
+
+
+def read_only(array: NDArray[Real]) -> NDArray[Real]:
+    """Return a view that cannot be written to: selectors share what they are given."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class PageKeys:
     @property
     def keys(self) -> NDArray[np.float32]:
         """All keys, ``[n_page, page_size, head_dim]`` float32."""
-        return np.asarray(self.rows, dtype=np.float32)
+        return read_only(np.asarray(self.rows, dtype=np.float32))
 
     @property
     def numbers(self) -> NDArray[np.int64]:
@@ -54,19 +65,19 @@ class PageKeys:
     def mean(self) -> NDArray[np.float32]:
         """Mean key per page, ``[n_page, head_dim]`` float32."""
         mean: NDArray[np.float32] = self.keys.mean(axis=1)
-        return mean
+        return read_only(mean)
 
     @cached_property
     def maximum(self) -> NDArray[np.float32]:
         """Largest value per dim and page, ``[n_page, head_dim]`` float32."""
         maximum: NDArray[np.float32] = self.keys.max(axis=1)
-        return maximum
+        return read_only(maximum)
 
     @cached_property
     def minimum(self) -> NDArray[np.float32]:
         """Smallest value per dim and page, ``[n_page, head_dim]`` float32."""
         minimum: NDArray[np.float32] = self.keys.min(axis=1)
-        return minimum
+        return read_only(minimum)
 
     @cached_property
     def deviation(self) -> NDArray[np.float32]:
@@ -74,13 +85,13 @@ class PageKeys:
         distance = self.keys - self.mean[:, None]
         np.square(distance, out=distance)
         deviation: NDArray[np.float32] = np.sqrt(distance.mean(axis=1))
-        return deviation
+        return read_only(deviation)
 
     @cached_property
     def center(self) -> NDArray[np.float32]:
         """Middle of the smallest box around a page's keys, ``[n_page, head_dim]`` float32."""
         center: NDArray[np.float32] = (self.maximum + self.minimum) / np.float32(2)
-        return center
+        return read_only(center)
 
     @cached_property
     def radius(self) -> NDArray[np.float32]:
@@ -88,7 +99,7 @@ class PageKeys:
         distance = self.keys - self.center[:, None]
         np.abs(distance, out=distance)
         radius: NDArray[np.float32] = distance.mean(axis=1)
-        return radius
+        return read_only(radius)
 
 
 #: From ``[n_step, G, head_dim]`` float32 queries of one GQA group, before the scale of the logits,
@@ -123,7 +134,7 @@ class Selector:
         Raises:
             SelectorError: the function returned another shape, or values that have no order.
         """
-        found = np.asarray(self.score(queries, pages))
+        found = self._score(read_only(queries), pages)
         wanted = (len(queries), len(pages.rows))
         if found.shape != wanted or found.dtype.kind not in "fiu":
             raise SelectorError(
@@ -140,6 +151,16 @@ class Selector:
                 "minus infinity for a page that comes last."
             )
         return scores
+
+    def _score(self, queries: NDArray[np.float32], pages: PageKeys) -> NDArray[Any]:
+        try:
+            return np.asarray(self.score(queries, pages))
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a skip or an xfail would take the gates along
+            raise SelectorError(
+                f"selector {self.name!r} raised {error!r} instead of scoring pages."
+            ) from error
 
 
 def _best_head(queries: NDArray[np.floating], summary: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -220,6 +241,13 @@ def register(selectors: Iterable[Selector], known: Mapping[str, Selector]) -> di
                 f"{selector!r} is no selector; a pytest_kvgate.analysis.Selector is needed."
             )
         name = selector.name
+        numbers: object = selector.numbers_per_dim
+        counted = isinstance(numbers, int | float) and 0 <= numbers < math.inf
+        if not callable(selector.score) or not counted:
+            raise SelectorError(
+                f"selector {name!r}: score must be a function and numbers_per_dim a number from 0; "
+                f"got {selector.score!r} and {numbers!r}."
+            )
         fits = isinstance(name, str) and len(name) <= LONGEST_NAME
         if not fits or not name.replace("-", "").isalnum():
             raise SelectorError(
@@ -228,7 +256,7 @@ def register(selectors: Iterable[Selector], known: Mapping[str, Selector]) -> di
             )
         if name in registry or name in (ORACLE, TOKEN_ORACLE):
             raise SelectorError(f"there are two selectors named {name!r}; rename one.")
-        registry[name] = selector
+        registry[str(name)] = replace(selector, name=str(name))  # plain text, not an enum
     return registry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 
@@ -44,6 +45,19 @@ def multiple(value: float) -> str:
 def margin(value: float | None) -> str:
     """Write a difference with sign and four digits, cut downwards: a miss is never -0.0000."""
     return UNDEFINED if value is None else f"{_cut(value):+.4f}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write ascending whole numbers with runs joined: 0, 1, 2, 5 → 0-2, 5."""
+    parts: list[str] = []
+    start = None
+    for position, number in enumerate(numbers):
+        start = number if start is None else start
+        last = position + 1 == len(numbers) or numbers[position + 1] != number + 1
+        if last:
+            parts.append(str(number) if start == number else f"{start}-{number}")
+            start = None
+    return ", ".join(parts)
 
 
 def distinct(labels: list[str]) -> list[str]:

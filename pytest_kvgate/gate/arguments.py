@@ -169,7 +169,7 @@ def _selector(given: Mapping[str, Any], selectors: Collection[str]) -> str | Non
             f"kvgate({pages_only[0]}={given[pages_only[0]]!r}) is about pages, and "
             f"{TOKEN_ORACLE!r} selects tokens; name another selector."
         )
-    return selector
+    return str(selector)  # plain text, not an enum
 
 
 def _page_size(value: object) -> int | None:
@@ -178,12 +178,12 @@ def _page_size(value: object) -> int | None:
         raise GateError(
             f"kvgate(page_size={value!r}): a page is a whole number of tokens, 1 or more."
         )
-    return value if isinstance(value, int) else None
+    return int(value) if isinstance(value, int) else None
 
 
 def _scope(value: object) -> Scope:
     for scope in SCOPES:
-        if value == scope:
+        if isinstance(value, str) and value == scope:
             return scope
     raise GateError(f"kvgate(scope={value!r}): accepted: {', '.join(SCOPES)}.")
 
@@ -193,9 +193,9 @@ def _layers(value: object) -> tuple[int, ...] | None:
         return None
     layers = tuple(value) if isinstance(value, Sequence | range | set | frozenset) else ()
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-    if not layers or isinstance(value, str) or not whole or min(layers) < 0:
+    if not layers or isinstance(value, str | bytes) or not whole or min(layers) < 0:
         raise GateError(
             f"kvgate(layers={value!r}): layer indices are needed, whole numbers from 0, such as "
             "layers=[3, 7] or layers=range(8, 16)."
         )
-    return tuple(sorted(set(layers)))
+    return tuple(sorted({int(layer) for layer in layers}))

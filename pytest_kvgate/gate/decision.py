@@ -8,7 +8,7 @@ from dataclasses import replace
 from pytest_kvgate.analysis import SOFTMAX_REFERENCE, SOFTMAX_TOLERANCE, Profile, UndefinedError
 from pytest_kvgate.analysis.findings import dense_layers
 from pytest_kvgate.analysis.pages import BUDGET_GRID
-from pytest_kvgate.analysis.wording import percent
+from pytest_kvgate.analysis.wording import percent, ranges
 from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
 from pytest_kvgate.gate.observation import observe
 from pytest_kvgate.gate.reasons import go_reason, missed_reason, open_reason
@@ -165,7 +165,7 @@ def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
         return (
             f"layer {missing[0]} of layers={list(gate.layers or ())} holds no unit that counts: it "
             "is not a layer of this model with a KV cache and without a sliding window. Accepted: "
-            f"{', '.join(map(str, profile.layers))}."
+            f"{ranges(profile.layers)}."
         )
     for budget in gate.measured_budgets:
         reason = profile.undefined_reason(budget)

@@ -7,7 +7,7 @@ import math
 from pytest_kvgate.analysis import Interval, Profile, UndefinedError
 from pytest_kvgate.analysis.findings import paging_cost, strides
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
-from pytest_kvgate.analysis.wording import UNDEFINED, cost, multiple, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, cost, multiple, part, percent, share
 from pytest_kvgate.gate.model import Check, Gate, on_grid
 from pytest_kvgate.gate.observation import observe
 
@@ -47,7 +47,7 @@ def open_reason(gate: Gate, profile: Profile, check: Check) -> str:
         of = f"of its coverage at {percent(on_grid(check.required))} "
     return (
         f"{_found(gate, profile, check)}, but the {percent(found.confidence)} interval {of}"
-        f"[{share(found.low)}, {share(found.high)}] over {found.n} {found.drawn} {what} "
+        f"[{part(found.low)}, {part(found.high)}] over {found.n} {found.drawn} {what} "
         f"{check.interval_required:g}. {_more_data(gate, profile, check, found)}"
     )
 
@@ -160,9 +160,10 @@ def _pool_sizes(gate: Gate, profile: Profile, check: Check) -> str:
         text = f"A pool of {multiple(cost.pool_for_most)} would serve 99%."
     stride = strides(profile)
     if stride and stride[-1] > 1:
+        up_to = "up to " if len(stride) > 1 else ""
         text += (
-            f" Steps were sampled {stride[-1]} apart, which overstates misses; "
-            "--kvgate-steps with a stride of 1 does not."
+            f" Steps were sampled {up_to}{stride[-1]} apart, which overstates misses; a capture "
+            "with a stride of 1, such as --kvgate-steps=0:33:1, does not."
         )
     return text
 
@@ -178,7 +179,13 @@ def _more_data(gate: Gate, profile: Profile, check: Check, found: Interval) -> s
     advice = "More prompts tell more than more steps of one." if found.drawn == "steps" else ""
     if distance < 1e-9:
         return f"It lies on the threshold, which no amount of data settles. {advice}".strip()
-    wanted = max(found.n + 1, math.ceil(found.n * (half / distance) ** 2))
+    wanted = max(found.n + 1, _two_digits(found.n * (half / distance) ** 2))
     return (
         f"If the number stays where it is, about {wanted} {found.drawn} would settle it. {advice}"
     ).strip()
+
+
+def _two_digits(number: float) -> int:
+    """Round up to two digits: more would say more than is known."""
+    unit = int(10 ** max(0, math.floor(math.log10(max(number, 1))) - 1))
+    return int(math.ceil(number / unit) * unit)

@@ -208,10 +208,13 @@ def _parsed(option: Option, text: str, origin: str, base: Path) -> Any:  # noqa:
         value = option.parse(text)
     except ValueError as error:
         raise pytest.UsageError(f"kvgate: {origin} {text!r} {error}.") from None
-    if isinstance(value, Path):
-        return base / value.expanduser()
-    if isinstance(value, ReportTarget):
-        return ReportTarget(value.kind, base / value.path.expanduser())
+    try:
+        if isinstance(value, Path):
+            return base / value.expanduser()
+        if isinstance(value, ReportTarget):
+            return ReportTarget(value.kind, base / value.path.expanduser())
+    except RuntimeError as error:  # there is no such home
+        raise pytest.UsageError(f"kvgate: {origin} {text!r}: {error}") from None
     return value
 
 

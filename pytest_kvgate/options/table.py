@@ -145,7 +145,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "selectors",
         "S,S,…",
-        "selectors to report [all, those registered in a conftest.py too]",
+        "selectors to report [all; pytest knows those of a conftest.py, too]",
         parse_selectors,
     ),
     Option(

@@ -73,8 +73,10 @@ def parse_pool(text: str) -> float:
 def parse_link(text: str) -> float:
     """Parse the speed of a link in GB/s."""
     link = _positive(text)
-    if not 0 < link < math.inf:
-        raise ValueError("needs the speed of the link to host memory in GB/s, such as 25")
+    if not 1e-3 <= link <= 1e6:
+        raise ValueError(
+            "needs the speed of the link to host memory in GB/s, from 0.001, such as 25"
+        )
     return link
 
 

@@ -43,11 +43,18 @@ def kvgate_scorer(
 
     def scorer(selector: str = "landmark", budget: float | None = None) -> PageScorer:
         registry = registry_of(request.config)
-        if selector not in registry:
+        if not isinstance(selector, str) or selector not in registry:
             fail_unexcused(
                 item,
                 f"kvgate_scorer({selector!r}): there is no such selector of pages. Accepted: "
                 f"{', '.join(registry)}.",
+            )
+        number = isinstance(budget, int | float) and 0 < budget <= 1
+        if budget is not None and not number:
+            fail_unexcused(
+                item,
+                f"kvgate_scorer(budget={budget!r}): a budget is a fraction of the context, above 0 "
+                "and up to 1.",
             )
         page_size = gates[0].page_size if gates else None
         page_size = page_size or session.page_size
@@ -65,7 +72,7 @@ def kvgate_scorer(
                 selector=selector,
                 budget=float(asked),
                 coverage=coverage,
-                metadata_bytes=float(metadata_bytes(profile, selector)),
+                metadata_bytes=float(metadata_bytes(profile, selector) or 0),
                 pages=found.n_score,
             )
         made.append(found)

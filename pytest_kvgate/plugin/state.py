@@ -98,15 +98,15 @@ def _registered(config: pytest.Config) -> list[object]:
     """Return what each hook returned."""
     try:
         found: list[object] = config.hook.pytest_kvgate_selectors(config=config)
-    except pytest.UsageError:
+    except (pytest.UsageError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # a skip, too
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise pytest.UsageError(
             f"kvgate: pytest_kvgate_selectors raised {error!r} in {last.filename}, line "
             f"{last.lineno}; it must return a list of selectors."
         ) from error
-    return found
+    return found or []
 
 
 def selector_names(config: pytest.Config) -> tuple[str, ...]:

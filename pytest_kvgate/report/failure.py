@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_kvgate.analysis.wording import margin, percent
+from pytest_kvgate.analysis.wording import margin, percent, ranges
 from pytest_kvgate.gate import Check, GateResult
 from pytest_kvgate.gate.model import on_grid
 from pytest_kvgate.report.document import gate_row
 from pytest_kvgate.report.tables import table, wrap
-from pytest_kvgate.report.wording import NAMES, gate_scope, measured, ranges
+from pytest_kvgate.report.wording import NAMES, gate_scope, measured
 
 
 def gate_failure(result: GateResult) -> Iterator[str]:
@@ -35,7 +35,7 @@ def gate_failure(result: GateResult) -> Iterator[str]:
     if 0 < len(result.dense_layers) < result.n_layer:
         yield from wrap(
             f"Dense layers, to keep resident, for even the ceiling is below the threshold there: "
-            f"{ranges(list(result.dense_layers))} ({len(result.dense_layers)} of {result.n_layer})."
+            f"{ranges(result.dense_layers)} ({len(result.dense_layers)} of {result.n_layer})."
         )
     if result.others:
         others = ", ".join(

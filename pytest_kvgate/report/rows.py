@@ -99,7 +99,7 @@ def paging_rows(profile: Profile, link: float | None) -> list[Row]:
 def metadata_rows(profile: Profile) -> list[Row]:
     """Return what every selector stores beside the pages of the longest trace, in bytes."""
     return [
-        {"selector": selector, "metadata_bytes": float(metadata_bytes(profile, selector))}
+        {"selector": selector, "metadata_bytes": metadata_bytes(profile, selector)}
         for selector in profile.selectors
     ]
 
@@ -128,7 +128,9 @@ def layer_rows(profile: Profile) -> list[Row]:
 
 def dense_rows(profile: Profile, coverages: Sequence[float]) -> list[Row]:
     """Return the layers to keep resident for each coverage, and what the others then reach."""
-    rows = []
+    rows: list[Row] = []
+    if ORACLE not in profile.selectors:
+        return rows
     for budget in profile.budgets:
         for coverage in coverages:
             dense = defined(dense_layers, profile, budget, coverage)

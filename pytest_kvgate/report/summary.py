@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, distinct, part, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, distinct, part, percent, ranges, share
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
-from pytest_kvgate.report.wording import NAMES, gate_scope, measured, ranges
+from pytest_kvgate.report.wording import NAMES, gate_scope, measured
 
 #: Columns that the name of a model or a workload may take.
 LONGEST_NAME = 80
@@ -93,8 +93,8 @@ def _headline(document: Document) -> Iterator[str]:
     model, attention = traces[0]["model"], document["attention"]
     about = ", ".join(str(model[key]) for key in ("architecture", "quantization") if model.get(key))
     yield from wrap(f"{shorten(document['subject'], LONGEST_NAME)} ({about})")
-    for trace in traces:
-        yield from wrap(_trace_line(trace), "  ")
+    for trace, name in zip(traces, _names(traces, LONGEST_NAME), strict=True):
+        yield from wrap(_trace_line(trace, name), "  ")
     yield (
         f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
         f"{_recent(settings['recent'])}; eligible mass {share(attention['eligible_mass'])}"
@@ -107,7 +107,12 @@ def _headline(document: Document) -> Iterator[str]:
         )
 
 
-def _trace_line(trace: Mapping[str, Any]) -> str:
+def _names(traces: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Return the names of the workloads, numbered where they repeat."""
+    return distinct([shorten(trace["workload"]["name"], width) for trace in traces])
+
+
+def _trace_line(trace: Mapping[str, Any], name: str) -> str:
     verification = trace["verification"]
     if verification is None:
         checked = "UNVERIFIED"
@@ -122,7 +127,7 @@ def _trace_line(trace: Mapping[str, Any]) -> str:
     if windowed:
         layers += f" (and {windowed} with a sliding window, left out)"
     return (
-        f"{shorten(trace['workload']['name'], LONGEST_NAME)}: {trace['n_context']} tokens, "
+        f"{name}: {trace['n_context']} tokens, "
         f"{_count(trace['n_steps'], 'step')}, "
         f"{layers}; {checked}"
     )
@@ -157,7 +162,7 @@ def _coverage(document: Document) -> Iterator[str]:
 def _alone(document: Document) -> Iterator[str]:
     """Yield the coverage of each pooled trace, a row per selector and a column per budget."""
     traces, settings = document["traces"], document["settings"]
-    names = distinct([shorten(trace["workload"]["name"], 30) for trace in traces])
+    names = _names(traces, 30)
     rows = [
         {**row, "name": f"{name}: {row['selector']}"}
         for name, trace in zip(names, traces, strict=True)

@@ -41,8 +41,10 @@ def table(
     middle = (len(headers) + 1) // 2
     for columns in (range(1, middle), range(middle, len(headers))):
         kept = [0, *columns]
+        if columns.start > 1:
+            yield ""
         yield from table(
-            [[row[column] for column in kept] for row in rows],
+            [[row[column] for column in kept] for row in rows if any(row[c] for c in columns)],
             [headers[column] for column in kept],
             [align[column] for column in kept],
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, cost, percent, share
+from pytest_kvgate.analysis.wording import UNDEFINED, cost, percent, ranges, share
 
 #: What a measure is called in a sentence and above a column.
 NAMES = {
@@ -33,19 +33,6 @@ def bytes_text(value: float | None) -> str:
             return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
         value /= 1024
     raise AssertionError
-
-
-def ranges(numbers: list[int]) -> str:
-    """Write ascending whole numbers with runs joined: 0, 1, 2, 5 → 0-2, 5."""
-    parts: list[str] = []
-    start = None
-    for position, number in enumerate(numbers):
-        start = number if start is None else start
-        last = position + 1 == len(numbers) or numbers[position + 1] != number + 1
-        if last:
-            parts.append(str(number) if start == number else f"{start}-{number}")
-            start = None
-    return ", ".join(parts)
 
 
 def gate_scope(gate: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def _read_document(path: Path) -> Fields:
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}.") from error
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise TraceError(
             f"{path}: is not valid JSON ({error}). An interrupted copy leaves such a file; "
@@ -86,9 +87,19 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is too large for a number")
+    return number
+
+
 def _steps(document: Fields) -> tuple[Step, ...]:
     steps = tuple(
-        Step(fields.integer("decode_index", minimum=0), fields.integer("n_visible", minimum=1))
+        Step(
+            fields.integer("decode_index", minimum=0, maximum=2**53),
+            fields.integer("n_visible", minimum=1),
+        )
         for fields in document.children("steps")
     )
     for before, after in itertools.pairwise(steps):
@@ -125,6 +136,8 @@ def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
     v = None
     if v_path.exists():
         v = _array(v_path, (n_head_kv, k.shape[1], None), ("float16", "float32"))
+        if not v.shape[2]:
+            raise TraceError(f"{v_path}: its values have no numbers; copy or capture it again.")
     sinks = None
     if sinks_path.exists():
         sinks = _array(sinks_path, (n_head,), ("float32",))

@@ -25,10 +25,18 @@ def pages(*numbers: int) -> NDArray[np.int64]:
 
 
 class LruPool:
-    """One of several pools side by side; its neighbours select other pages."""
+    """One of several pools side by side; its neighbours select other pages.
 
-    def __init__(self, n_page: int) -> None:
+    With k = 10, a tenth of a step's pages is one page.
+    """
+
+    def buy(self, k: int) -> None:
+        """Let the steps from the next one on buy k pages."""
+        self._bought = k
+
+    def __init__(self, n_page: int, k: int = 10) -> None:
         self._pools = LruPools(3, n_page)
+        self._k = self._bought = k
         self._n_page = n_page
 
     @property
@@ -36,23 +44,24 @@ class LruPool:
         return not self._pools.started[1]
 
     def access(self, selected: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[np.int64]]:
+        if self._bought != self._k:
+            self._pools.settle(np.array([1, self._k, 1]))
         own = np.sort(selected) + self._n_page
         beside = np.arange(len(selected)) + 2 * self._n_page
         hits, needed = self._pools.access(
-            np.concatenate([own, beside]), np.array([1, capacity, self._n_page])
+            np.concatenate([own, beside]),
+            np.array([1, capacity, self._n_page]),
+            np.array([1, self._k, 1]),
         )
+        self._k = self._bought  # what bounds the pool until the next step
         assert hits[0] == 0
         return int(hits[1]), needed[np.searchsorted(own, selected + self._n_page)]
 
 
-def counts_of(needed: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.int64]:
+def counts_of(tenths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the histogram of one row, while another row is counted beside it."""
-    both = pool_histogram(
-        np.concatenate([needed, [1]]),
-        np.concatenate([k, [1]]),
-        np.array([0] * len(needed) + [1]),
-        2,
-    )
+    rows = np.array([0] * len(tenths) + [1])
+    both = pool_histogram(np.concatenate([tenths, [10]]), rows, 2)
     assert np.flatnonzero(both[1]).tolist() == [10]
     counts: NDArray[np.int64] = both[0]
     return counts
@@ -121,12 +130,12 @@ def test_the_pool_a_page_needs_counts_what_is_as_recent_or_more_so() -> None:
 
 def test_a_pool_that_selects_nothing_stays_as_it_is() -> None:
     pools = LruPools(2, 4)
-    sizes = np.array([2, 2])
+    sizes = k = np.array([2, 2])
     both = np.array([0, 1, 4, 5])  # pages 0 and 1 of each pool of four
-    pools.access(both, sizes)
+    pools.access(both, sizes, k)
 
-    pools.access(np.array([6, 7]), sizes)  # pages 2 and 3 of the second
-    hits, _ = pools.access(both, sizes)
+    pools.access(np.array([6, 7]), sizes, k)  # pages 2 and 3 of the second
+    hits, _ = pools.access(both, sizes, k)
 
     assert hits.tolist() == [2, 0]
 
@@ -187,28 +196,50 @@ def test_the_hits_of_a_pool_of_changing_size_are_the_simulated_ones(
 
 
 def test_the_histogram_counts_first_selections_tenths_and_what_is_beyond() -> None:
-    # of k = 4: 1 page is 0.25, so 0.3 of a step's pages serves it; 4 are 1.0, 5 are 1.25 → 1.3
-    needed = pages(0, 1, 4, 5, 8, 400, 401)
-
-    counts = counts_of(needed, np.full(7, 4))
+    counts = counts_of(pages(0, 3, 10, 13, 20, N_POOL, N_POOL + 1, 5000))
 
     assert np.flatnonzero(counts).tolist() == [0, 3, 10, 13, 20, N_POOL, N_POOL + 1]
-    assert counts.sum() == 7
+    assert counts[N_POOL + 1] == 2
     assert len(counts) == N_POOL + 2
 
 
-def test_the_histogram_measures_every_access_by_the_pages_of_its_own_step() -> None:
-    assert np.flatnonzero(counts_of(pages(3, 3), pages(3, 30))).tolist() == [1, 10]
+def test_a_pool_is_measured_by_the_pages_of_its_steps() -> None:
+    # of k = 4: 1 page is 0.25, so 0.3 of a step's pages serves it; 5 are 1.25 → 1.3
+    lru = LruPool(10, k=4)
+    lru.access(pages(1, 2, 3, 4, 5), 5)
+
+    assert lru.access(pages(5, 1), 5)[1].tolist() == [3, 13]
+
+
+def test_a_pool_that_was_too_small_earlier_does_not_serve_although_it_grew() -> None:
+    lru = LruPool(20, k=2)
+    lru.access(pages(1, 2), 20)
+    lru.access(pages(3, 4), 20)  # 1 and 2 are the last of four pages, which is 2 · k
+    lru.buy(4)
+    lru.access(pages(5, 6), 20)
+
+    # 1 is six pages deep now, 1.5 · k, but was four deep while k was 2: a pool had to be 2 · k
+    assert lru.access(pages(1, 6), 20)[1].tolist() == [20, 3]
+    # selected again, its history starts anew: 6 and 1 are the most recent
+    assert lru.access(pages(1, 6), 20)[1].tolist() == [5, 3]
 
 
 @settings(max_examples=100, deadline=None, database=None)
-@given(st.integers(1, 2000), st.integers(1, 40))
-def test_a_bin_is_the_smallest_tenth_that_serves(needed: int, k: int) -> None:
-    (at,) = np.flatnonzero(counts_of(pages(needed), pages(k)))
+@given(sequences, st.data())
+def test_the_pool_for_changing_steps_is_the_smallest_simulated_one_that_hits(
+    steps: list[list[int]], data: st.DataObject
+) -> None:
+    ks = sorted(data.draw(st.lists(st.integers(1, 6), min_size=len(steps), max_size=len(steps))))
+    multiples = range(1, 91)
+    by_multiple = {tenths: simulate(steps, [tenths * k // 10 for k in ks]) for tenths in multiples}
+    lru = LruPool(9)
 
-    if at <= N_POOL:
-        assert at * k // 10 >= needed
-    assert (at - 1) * k / 10 < needed
+    for number, step in enumerate(steps):
+        lru.buy(ks[number])
+        needed = lru.access(pages(*step), 9)[1]
+        for place in range(len(step)):
+            enough = [tenths for tenths, found in by_multiple.items() if found[number][place]]
+            assert needed[place] == min(enough, default=0)
 
 
 def sliding_profile(
@@ -309,7 +340,7 @@ def test_missed_bytes_are_of_all_layers_and_heads_per_step(tmp_path: Path) -> No
     units = profile.samples("missed_pages", "landmark", 0.1)
     assert len(units.value) == 2 * 2 * 3
     by_layer = {layer: units.value[units.layer == layer].sum() for layer in (1, 2)}
-    assert cost.missed_bytes == pytest.approx((by_layer[1] * 128 + by_layer[2] * 64) / 3)
+    assert cost.missed_bytes == pytest.approx((by_layer[1] * 192 + by_layer[2] * 96) / 3)
     assert cost.missed_pages == pytest.approx(units.value.mean())
 
 

@@ -90,7 +90,7 @@ class TestScopes:
         assert result.verdict == "INVALID"
         assert result.reason == (
             "layer 7 of layers=[2, 7, 9] holds no unit that counts: it is not a layer of this "
-            "model with a KV cache and without a sliding window. Accepted: 0, 1, 2, 3, 4, 5."
+            "model with a KV cache and without a sliding window. Accepted: 0-5."
         )
 
     def test_no_unit_at_all_is_said_before_the_layers(self, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ class TestOutputError:
             units(profile, "output_error", "landmark").mean()
         )
         assert result.reason == (
-            "landmark has an attention-output error of 1.6639 at a budget of 25%, 0.0360 below the "
+            "landmark has an attention-output error of 1.6640 at a budget of 25%, 0.0360 below the "
             "threshold."
         )
 
@@ -153,8 +153,8 @@ class TestOutputError:
         assert result.verdict == "NO-GO"
         assert result.reason == (
             "attention to a selection is too far from attention to everything: quest has an "
-            "attention-output error of 1.7053 at a budget of 25%, where 0.5 is allowed; the "
-            "others: oracle 1.6636, landmark 1.6639."
+            "attention-output error of 1.7054 at a budget of 25%, where 0.5 is allowed; the "
+            "others: oracle 1.6637, landmark 1.6640."
         )
 
     def test_the_worst_layer_has_the_largest(self, profile: Profile) -> None:
@@ -164,7 +164,7 @@ class TestOutputError:
         result = judged(profile, budget=0.25, max_output_error=0.5, scope="worst-layer")
 
         assert result.deciding.observed == pytest.approx(worst)
-        assert "of 1.9009 in the worst layer at a budget" in result.reason
+        assert "of 1.9010 in the worst layer at a budget" in result.reason
         layer, value = result.worst_layers[0]
         assert (layer, value) == (1, result.deciding.observed)
         errors_down = [error for _, error in result.worst_layers]
@@ -236,8 +236,8 @@ class TestHitRate:
         result = judged(profile, budget=0.25, min_hit_rate=0.99)
 
         assert result.reason.endswith(
-            "Steps were sampled 8 apart, which overstates misses; --kvgate-steps with a stride of "
-            "1 does not."
+            "Steps were sampled 8 apart, which overstates misses; a capture with a stride of 1, "
+            "such as --kvgate-steps=0:33:1, does not."
         )
 
 
