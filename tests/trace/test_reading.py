@@ -276,7 +276,7 @@ def test_a_value_of_the_wrong_kind(directory: Path, field: str, value: object) -
     assert found.startswith(f"{directory / 'trace.json'}: field {field!r} is {value!r}; accepted: ")
 
 
-@pytest.mark.parametrize("number", ["1e999", "1e300", "1e-44", "-3.0", "0.0"])
+@pytest.mark.parametrize("number", ["1e300", "1e-44", "-3.0", "0.0"])
 def test_a_number_that_float32_does_not_hold(directory: Path, number: str) -> None:
     path = directory / "trace.json"
     text = path.read_text("utf-8").replace('"softcap": 3.0', f'"softcap": {number}')
@@ -288,7 +288,9 @@ def test_a_number_that_float32_does_not_hold(directory: Path, number: str) -> No
     assert found.endswith("accepted: a number from 1e-30 to 1e+30.")
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "9" * 5000, "[" * 200_000])
+@pytest.mark.parametrize(
+    "text", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "[" * 200_000]
+)
 def test_what_is_no_json_value_is_refused_anywhere(directory: Path, text: str) -> None:
     path = directory / "trace.json"
     whole = path.read_text("utf-8").replace('"workload": {', f'"workload": {{"x": {text}, ')
