@@ -7,6 +7,7 @@ oracles rank by the attention masses themselves and cannot be built; they are th
 from __future__ import annotations
 
 import math
+import numbers
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -241,12 +242,12 @@ def register(selectors: Iterable[Selector], known: Mapping[str, Selector]) -> di
                 f"{selector!r} is no selector; a pytest_kvgate.analysis.Selector is needed."
             )
         name = selector.name
-        numbers: object = selector.numbers_per_dim
-        counted = isinstance(numbers, int | float) and 0 <= numbers < math.inf
+        stored: object = selector.numbers_per_dim
+        counted = isinstance(stored, numbers.Real) and 0 <= float(stored) < math.inf
         if not callable(selector.score) or not counted:
             raise SelectorError(
                 f"selector {name!r}: score must be a function and numbers_per_dim a number from 0; "
-                f"got {selector.score!r} and {numbers!r}."
+                f"got {selector.score!r} and {stored!r}."
             )
         fits = isinstance(name, str) and len(name) <= LONGEST_NAME
         if not fits or not name.replace("-", "").isalnum():
@@ -256,7 +257,10 @@ def register(selectors: Iterable[Selector], known: Mapping[str, Selector]) -> di
             )
         if name in registry or name in (ORACLE, TOKEN_ORACLE):
             raise SelectorError(f"there are two selectors named {name!r}; rename one.")
-        registry[str(name)] = replace(selector, name=str(name))  # plain text, not an enum
+        # plain text and a plain number, not an enum or a scalar of numpy
+        registry[str(name)] = replace(
+            selector, name=str(name), numbers_per_dim=float(selector.numbers_per_dim)
+        )
     return registry
 
 

@@ -133,7 +133,11 @@ def test_traces_in_the_ini_file_are_relative_to_it(
         ("pool", "0.5", "needs a multiple of the pages of one step, from 1 to 1000, such as 2."),
         ("pool", "nan", "needs a multiple of the pages of one step*"),
         ("pool", "2x", "needs a multiple of the pages of one step*"),
-        ("link", "0", "needs the speed of the link to host memory in GB/s, such as 25."),
+        (
+            "link",
+            "0",
+            "needs the speed of the link to host memory in GB/s, from 0.001, such as 25.",
+        ),
         ("link", "-1", "needs the speed of the link*"),
         ("link", "inf", "needs the speed of the link*"),
         ("link", "25GB", "needs the speed of the link*"),
