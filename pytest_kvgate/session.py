@@ -137,7 +137,6 @@ class GateSession:
                 subject.label,
                 self.evidence.profile(subject, page_size),
                 self.evidence.alone(subject, page_size),
-                self.evidence.plan.coverages,
                 self._swept(subject) if page_size == self.page_size else (),
                 self.link,
             )

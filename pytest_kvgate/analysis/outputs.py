@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis.masses import GroupAttention
+from pytest_kvgate.analysis.masses import GroupAttention, single_precision
 from pytest_kvgate.analysis.pages import BlockPages
 from pytest_kvgate.trace import FloatArray
 
@@ -24,14 +24,12 @@ def output_errors(
 
     ``o = Σ p·v`` and ``o' = Σ_kept p·v / (Σ_kept p + share of the learned sink)``, where kept is
     free and selected. ``eligible`` and ``everything`` are the tiles of eligible and of all
-    positions, ``[n_tile, n_step]``; ``orders`` the ranked pages, ``[n_step, N]`` per selector.
+    positions, ``[n_tile, n_step]``; ``orders`` the best pages, ``[n_step, widest]`` per selector.
     A head whose output is exactly zero has no relative error, and its unit none either.
     """
     whole = attention.outputs(everything)
-    free, free_mass = (
-        attention.outputs(everything & ~eligible),
-        attention.mass(everything & ~eligible),
-    )
+    resident = everything & ~eligible
+    free, free_mass = attention.outputs(resident), attention.mass(resident)
     errors = {name: np.full(pages.chosen.shape, np.nan) for name in orders}
     size = pages.grid.page_size
     for step, chosen in enumerate(pages.chosen):
@@ -44,8 +42,7 @@ def output_errors(
                 selected = order[step, done : chosen[column]]
                 tokens = (selected[:, None] * size + np.arange(size)).ravel()
                 weights = masses[:, tokens]
-                rows = np.asarray(values[offset + tokens], dtype=np.float32)
-                kept += weights @ rows
+                kept += weights @ single_precision(values[offset + tokens])
                 kept_mass = kept_mass + weights.sum(axis=1, dtype=np.float64)
                 done = chosen[column]
                 errors[name][step, column] = _relative_error(kept, kept_mass, whole[step]).mean()

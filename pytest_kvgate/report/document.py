@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_kvgate.analysis import REQUIRED_COVERAGES, Profile
+from pytest_kvgate.analysis import Profile
 from pytest_kvgate.analysis.findings import strides
 from pytest_kvgate.gate import GateResult, distrust_reason
 from pytest_kvgate.report import rows
@@ -36,17 +36,16 @@ def profile_document(
     subject: str,
     pooled: Profile,
     alone: Sequence[Profile],
-    thresholds: Iterable[float],
     sweep: Sequence[Profile] = (),
     link: float | None = None,
 ) -> Document:
     """Return what the traces of one model say, pooled, and each alone where there are several.
 
-    ``thresholds`` are coverages to state required budgets for, ``sweep`` pooled profiles at several
-    page sizes, ``link`` the speed of the link to host memory in GB/s. Numbers that are undefined or
-    not measured are None. Traces that failed their verification give no numbers at all.
+    ``sweep`` are pooled profiles at several page sizes, ``link`` the speed of the link to host
+    memory in GB/s. Numbers that are undefined or not measured are None. Traces that failed their
+    verification give no numbers at all.
     """
-    coverages = sorted({*REQUIRED_COVERAGES, *thresholds})
+    coverages = pooled.plan.coverages
     units = pooled.numbers.units
     document: Document = {
         "subject": subject,
