@@ -206,7 +206,7 @@ class Evidence:
         if source.workload is not None:
             prompt = replace(prompt, name=source.workload)
         # by content: each worker may have been handed a copy of the prompt of its own
-        parts = (str(source.model.resolve()), prompt.name, prompt.text)
+        parts = (str(source.model.resolve()), prompt.name, repr(prompt.content))
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         outcome = self.folder / f"{key}.json"
         with FileLock(self.folder / f"{key}.lock"):

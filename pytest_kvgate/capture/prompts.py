@@ -10,10 +10,10 @@ from pytest_kvgate.capture.errors import CaptureError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt by name; the text never reaches a trace or a report."""
+    """A prompt by name; its content, a text or token ids, never reaches a trace or a report."""
 
     name: str
-    text: str
+    content: str | tuple[int, ...]
 
 
 def read_prompt(path: Path) -> Prompt:

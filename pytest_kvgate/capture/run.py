@@ -84,7 +84,8 @@ def _fitting_tokens(
             f"{model.name} is an encoder or a diffusion model: it does not decode token by token "
             "over a KV cache, so there is nothing to page."
         )
-    tokens = engine.tokenize(prompt.text)
+    content = prompt.content
+    tokens = engine.tokenize(content) if isinstance(content, str) else list(content)
     limit = settings.n_context or engine.trained_context
     origin = "--kvgate-ctx" if settings.n_context else "the context the model was trained with"
     n_decode = settings.steps[-1] + 1

@@ -30,7 +30,8 @@ def hadamard() -> Array:
     return matrix / np.float32(np.sqrt(HEAD_DIM))
 
 
-PROMPT = Prompt("letters", random_text(120))
+LETTERS = random_text(120)
+PROMPT = Prompt("letters", LETTERS)
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from pytest_kvgate.analysis import verify_softmax
 from pytest_kvgate.capture import CaptureSettings, Prompt, capture
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.trace import Trace, load_trace
-from tests.capture.captures import PROMPT, STEPS, Captures, hadamard, random_text
+from tests.capture.captures import LETTERS, PROMPT, STEPS, Captures, hadamard, random_text
 from tests.models import (
     EPSILON,
     HEAD_DIM,
@@ -40,7 +40,7 @@ HEAD_COUNTS = {
     "grouped": Shape(n_head=4, n_head_kv=2),
     "multi-query": Shape(n_head=4, n_head_kv=1),
 }
-N_PROMPT = len(token_ids(PROMPT.text))
+N_PROMPT = len(token_ids(LETTERS))
 
 
 @pytest.mark.parametrize("cache_type", ["f32", "f16", "q8_0"])
@@ -350,7 +350,7 @@ def test_a_quantized_cache_was_rotated_on_its_way(captures: Captures) -> None:
 def test_the_trace_is_what_a_plain_recomputation_of_the_model_gives(captures: Captures) -> None:
     steps = range(0, 6, 2)
     captured = captures("llama", "f32", steps=steps)
-    tokens = token_ids(PROMPT.text)
+    tokens = token_ids(LETTERS)
     plain = _PlainLlama(_read_weights(captured.model), Shape())
     for _ in range(steps[-1] + 1):
         tokens.append(plain.next_token(tokens))
@@ -429,7 +429,7 @@ def test_the_model_is_named_by_file_architecture_and_checksum(
 def test_the_trace_holds_no_prompt_no_tokens_and_no_paths(captures: Captures) -> None:
     captured = captures("llama")
     text = (captured.trace.directory / "trace.json").read_text(encoding="utf-8")
-    assert not any(PROMPT.text[start : start + 5] in text for start in range(len(PROMPT.text) - 4))
+    assert not any(LETTERS[start : start + 5] in text for start in range(len(LETTERS) - 4))
     assert "/" not in text.replace('"kvgate-trace/1"', "")
     assert "\\" not in text
     document = json.loads(text)
@@ -485,7 +485,7 @@ def test_names_with_spaces_and_other_alphabets_are_captured(tmp_path: Path) -> N
     model = tiny_model(folder / "petit modèle.gguf")
     trace = capture(
         model,
-        Prompt("日本 ../x", PROMPT.text),
+        Prompt("日本 ../x", LETTERS),
         CaptureSettings(steps=range(1)),
         tmp_path / "out",
         verify_softmax,

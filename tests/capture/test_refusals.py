@@ -9,7 +9,7 @@ from pytest_kvgate.analysis import verify_softmax
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture, read_prompt
 from pytest_kvgate.engine import EngineError, EngineSettings
 from pytest_kvgate.trace import Reference, Trace, Verification
-from tests.capture.captures import PROMPT, Captures, random_text
+from tests.capture.captures import LETTERS, PROMPT, Captures, random_text
 from tests.models import WINDOW
 
 
@@ -182,7 +182,7 @@ def test_text_that_ends_at_the_first_step_is_a_finished_conversation(
     countdown: Path, out: Path
 ) -> None:
     with pytest.raises(CaptureError) as refusal:
-        attempt(countdown, out, Prompt("chat", PROMPT.text + "a"))
+        attempt(countdown, out, Prompt("chat", LETTERS + "a"))
     assert str(refusal.value) == (
         "prompt 'chat' is a finished conversation: the model ends its text at decode step 0, at or "
         "before the first sampled step (0), so nothing is left to measure. Cut the prompt where "
@@ -195,13 +195,13 @@ def test_text_that_ends_before_the_first_sampled_step_is_a_finished_conversation
     countdown: Path, out: Path
 ) -> None:
     with pytest.raises(CaptureError) as refusal:
-        attempt(countdown, out, Prompt("chat", PROMPT.text + "d"), steps=range(3, 9, 2))
+        attempt(countdown, out, Prompt("chat", LETTERS + "d"), steps=range(3, 9, 2))
     assert "at decode step 3, at or before the first sampled step (3)" in str(refusal.value)
     assert_nothing_left(out)
 
 
 def test_text_that_ends_later_names_the_usable_steps(countdown: Path, out: Path) -> None:
-    prompt = Prompt("chat", PROMPT.text + "h")
+    prompt = Prompt("chat", LETTERS + "h")
     with pytest.raises(CaptureError) as refusal:
         attempt(countdown, out, prompt, steps=range(1, 20, 3))
     assert str(refusal.value) == (
@@ -212,7 +212,7 @@ def test_text_that_ends_later_names_the_usable_steps(countdown: Path, out: Path)
 
 
 def test_the_steps_that_a_refusal_names_are_captured(countdown: Path, out: Path) -> None:
-    trace = attempt(countdown, out, Prompt("chat", PROMPT.text + "h"), steps=range(1, 7, 3))
+    trace = attempt(countdown, out, Prompt("chat", LETTERS + "h"), steps=range(1, 7, 3))
     assert [step.decode_index for step in trace.steps] == [1, 4]
 
 
@@ -273,4 +273,4 @@ def test_a_good_capture_leaves_no_scratch_files(llama: Path, out: Path, scratch:
 def test_line_ends_reach_the_model_as_they_stand_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "crlf.txt"
     path.write_bytes(b"one\r\ntwo\rthree\n")
-    assert read_prompt(path).text == "one\r\ntwo\rthree\n"
+    assert read_prompt(path).content == "one\r\ntwo\rthree\n"

@@ -13,7 +13,7 @@ from pytest_kvgate.capture import CaptureError, Prompt
 from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.engine import Engine, EngineSettings
 from pytest_kvgate.trace import Step, TraceWriter
-from tests.capture.captures import PROMPT, STEPS, Captured, Captures, random_text
+from tests.capture.captures import LETTERS, STEPS, Captured, Captures, random_text
 from tests.models import (
     EPSILON,
     HEAD_DIM,
@@ -24,7 +24,7 @@ from tests.models import (
     token_ids,
 )
 
-N_PROMPT = len(token_ids(PROMPT.text))
+N_PROMPT = len(token_ids(LETTERS))
 N_TOKEN = N_PROMPT + STEPS[-1] + 1
 
 #: How wide V is in each layer that has a cache of its own.
@@ -97,7 +97,7 @@ def test_values_are_what_the_models_weights_give(captures: Captures, cache_type:
         tensor.name: np.array(tensor.data, dtype=np.float64)
         for tensor in gguf.GGUFReader(captured.model).tensors
     }
-    stream = weights["token_embd.weight"][token_ids(PROMPT.text)]
+    stream = weights["token_embd.weight"][token_ids(LETTERS)]
     normed = stream / np.sqrt(np.square(stream).mean(axis=1, keepdims=True) + EPSILON)
     normed *= weights["blk.0.attn_norm.weight"]
     expected = (normed @ weights["blk.0.attn_v.weight"].T).reshape(N_PROMPT, 2, HEAD_DIM)
@@ -179,7 +179,7 @@ def test_values_are_believed_where_sinks_leave_hardly_any_mass(
 
 
 def test_a_layer_whose_values_were_not_seen_is_refused(llama: Path, tmp_path: Path) -> None:
-    tokens = token_ids(PROMPT.text)
+    tokens = token_ids(LETTERS)
     with (
         Engine(llama, EngineSettings(n_threads=1)) as engine,
         TraceWriter(tmp_path / "traces", "unseen") as writer,
