@@ -16,6 +16,8 @@ import numpy as np
 from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt
+from pytest_kvgate.capture.refusals import refuse_cache_type, refuse_unpageable
+from pytest_kvgate.capture.unpaged import unpaged_layers
 from pytest_kvgate.engine import Engine, EngineSettings
 from pytest_kvgate.trace import Reference, Step, Trace, TraceWriter, Verification
 
@@ -61,16 +63,25 @@ def capture(
                 writer, Path(scratch), len(settings.steps), values=settings.values
             )
             _decode(engine, prompt, tokens, settings.steps, collector)
+            layers = collector.write_layers(engine.sliding_window)
             trace = writer.write_document(
                 model={
                     "name": model.stem,
-                    "architecture": engine.metadata("general.architecture") or "unknown",
+                    "architecture": engine.architecture,
                     "quantization": _quantization(engine),
                     "file_sha256": digest.result(),
                 },
                 workload={"name": prompt.name, "n_prompt": len(tokens)},
-                capture=_provenance(engine, settings, collector),
-                layers=collector.write_layers(engine.sliding_window),
+                capture={
+                    **_provenance(engine, settings, collector),
+                    "unpaged_layers": unpaged_layers(
+                        engine.n_layer,
+                        layers,
+                        collector.shared_layers,
+                        engine.hook.recurrent_layers,
+                    ),
+                },
+                layers=layers,
                 steps=collector.steps,
             )
             return writer.commit(verify(trace, collector.reference()))
@@ -79,11 +90,8 @@ def capture(
 def _fitting_tokens(
     engine: Engine, model: Path, prompt: Prompt, settings: CaptureSettings
 ) -> list[int]:
-    if not engine.is_causal_decoder:
-        raise CaptureError(
-            f"{model.name} is an encoder or a diffusion model: it does not decode token by token "
-            "over a KV cache, so there is nothing to page."
-        )
+    refuse_unpageable(engine, model.name)
+    refuse_cache_type(engine, model.name, settings.engine.cache_type_k)
     content = prompt.content
     tokens = engine.tokenize(content) if isinstance(content, str) else list(content)
     limit = settings.n_context or engine.trained_context

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.engine.errors import EngineError
 from pytest_kvgate.engine.ggml import MOVES, FloatArray, Ggml, Tensor, float_params, source
+from pytest_kvgate.engine.recurrent import recurrent_layer
 from pytest_kvgate.engine.rotary import find_rotation, rotary_dims
 
 
@@ -72,7 +73,8 @@ class AttentionHook:
     ``on_read``; not for layers that read another layer's cache.
 
     An exception cannot cross the C library; it is kept, stops the graph, and is raised by
-    `raise_pending` once the library has returned.
+    `raise_pending` once the library has returned. ``recurrent_layers`` are the layers that kept a
+    recurrent state at the steps so far.
     """
 
     def __init__(self, ggml: Ggml) -> None:
@@ -85,6 +87,7 @@ class AttentionHook:
         self._caches: set[int] = set()
         self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
+        self.recurrent_layers: set[int] = set()
 
     def arm(
         self,
@@ -118,6 +121,9 @@ class AttentionHook:
                 return not ask
             node = Tensor.from_address(address)
             if ask:
+                layer = recurrent_layer(node)
+                if layer is not None:
+                    self.recurrent_layers.add(layer)
                 return self._wanted(node)
             self._computed(address, node)
         except BaseException as error:  # handed on by raise_pending()

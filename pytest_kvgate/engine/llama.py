@@ -141,14 +141,47 @@ class Engine:
         return int(self._llama.llama_model_n_swa(self._model))
 
     @property
-    def is_causal_decoder(self) -> bool:
-        """Whether the model decodes token by token over a cache."""
-        llama = self._llama
-        return bool(
-            llama.llama_model_has_decoder(self._model)
-            and not llama.llama_model_has_encoder(self._model)
-            and not llama.llama_model_is_diffusion(self._model)
-        )
+    def n_layer(self) -> int:
+        """How many layers a decode step runs through; those that predict further ahead do not."""
+        return int(self._llama.llama_model_n_layer(self._model))
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The dims of a key: one number, or another one too for layers with a sliding window."""
+        stated = (self.model_metadata(f"attention.key_length{kind}") for kind in ("", "_swa"))
+        dims = tuple(int(value) for value in stated if value is not None)
+        n_head = self._llama.llama_model_n_head(self._model)
+        usual = (self._llama.llama_model_n_embd(self._model) // n_head,) if n_head else ()
+        return dims or usual
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether a text is encoded before anything is decoded."""
+        return bool(self._llama.llama_model_has_encoder(self._model))
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model decodes at all."""
+        return bool(self._llama.llama_model_has_decoder(self._model))
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the model fills in a whole text at once."""
+        return bool(self._llama.llama_model_is_diffusion(self._model))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether every layer keeps a state in place of a KV cache."""
+        return bool(self._llama.llama_model_is_recurrent(self._model))
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the kind of model."""
+        return self.metadata("general.architecture") or "unknown"
+
+    def model_metadata(self, key: str) -> str | None:
+        """Return one metadata value that is kept under the architecture's name, or None."""
+        return self.metadata(f"{self.architecture}.{key}")
 
     def metadata(self, key: str) -> str | None:
         """Return one metadata value as text, or None."""
@@ -199,6 +232,11 @@ class Engine:
             raise EngineError(
                 f"llama.cpp could not make a context of {n_context} tokens for {self._path} with "
                 f"a {self._settings.cache_type_k} K cache. Its last words:\n{self._log.tail()}"
+            )
+        if not llama.llama_get_memory(self._context):
+            raise EngineError(
+                f"{self._path.name} ({self.architecture}) keeps no KV cache, so it does not decode "
+                "token by token and there is nothing to page."
             )
 
     def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:

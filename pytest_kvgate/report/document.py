@@ -202,6 +202,9 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
             for layer in trace.layers
             if layer.window is not None
         ],
+        "unpaged_layers": [
+            {"layer": layer.index, "reason": layer.reason} for layer in trace.unpaged_layers
+        ],
     }
     if detailed:
         row["coverage"] = rows.short_coverage_rows(profile)

@@ -93,8 +93,11 @@ def _headline(document: Document) -> Iterator[str]:
     model, attention = traces[0]["model"], document["attention"]
     about = ", ".join(str(model[key]) for key in ("architecture", "quantization") if model.get(key))
     yield from wrap(f"{shorten(document['subject'], LONGEST_NAME)} ({about})")
-    for trace, name in zip(traces, _names(traces, LONGEST_NAME), strict=True):
+    names = _names(traces, LONGEST_NAME)
+    for trace, name in zip(traces, names, strict=True):
         yield from wrap(_trace_line(trace, name), "  ")
+    for text in _unpaged(traces, names):
+        yield from wrap(text, "  ")
     yield (
         f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
         f"{_recent(settings['recent'])}; eligible mass {share(attention['eligible_mass'])}"
@@ -122,14 +125,31 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
         checked = f"verification FAILED, error {found}"
     else:
         checked = f"{verification['reference']} verified to {verification['max_abs_error']:.1e}"
-    windowed = len(trace["windowed_layers"])
-    layers = _count(len(trace["paged_layers"]), "layer")
-    if windowed:
-        layers += f" (and {windowed} with a sliding window, left out)"
     return (
         f"{name}: {trace['n_context']} tokens, "
         f"{_count(trace['n_steps'], 'step')}, "
-        f"{layers}; {checked}"
+        f"{_count(len(trace['paged_layers']), 'layer')}; {checked}"
+    )
+
+
+def _unpaged(traces: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
+    """Yield which layers are not paged and why, once where it is the same for every trace."""
+    texts = [_reasons(trace["unpaged_layers"]) for trace in traces]
+    if len(set(texts)) == 1:
+        texts, names = texts[:1], [""]
+    for name, text in zip(names, texts, strict=True):
+        if text:
+            yield f"{name}{': ' if name else ''}not paged: {text}"
+
+
+def _reasons(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Write layers by reason: layers 0-2, 4 (sliding window); layer 3 (recurrent)."""
+    by_reason: dict[str, list[int]] = {}
+    for row in layers:
+        by_reason.setdefault(row["reason"], []).append(row["layer"])
+    return "; ".join(
+        f"layer{'s' if len(indices) > 1 else ''} {ranges(indices)} ({reason})"
+        for reason, indices in by_reason.items()
     )
 
 
