@@ -23,15 +23,15 @@ def refuse_unpageable(engine: Engine, name: str) -> None:
             "before, which is no KV cache that grows, so what a pager would do is not defined. "
             "Gate a decoder-only model."
         )
-    if engine.has_encoder or engine.model_metadata("attention.causal") == "false":
-        raise CaptureError(
-            f"{model} is an encoder: every token attends to those after it too, and nothing is "
-            "decoded over a KV cache, so there is nothing to page. Gate a decoder-only model."
-        )
     if engine.is_diffusion:
         raise CaptureError(
             f"{model} is a diffusion model: it fills in a whole text at once, with no KV cache to "
             "decode over, so there is nothing to page. Gate a decoder-only model."
+        )
+    if engine.has_encoder or engine.model_metadata("attention.causal") == "false":
+        raise CaptureError(
+            f"{model} is an encoder: every token attends to those after it too, and nothing is "
+            "decoded over a KV cache, so there is nothing to page. Gate a decoder-only model."
         )
     if engine.is_recurrent:
         raise CaptureError(

@@ -121,7 +121,7 @@ class AttentionHook:
                 return not ask
             node = Tensor.from_address(address)
             if ask:
-                layer = recurrent_layer(node)
+                layer = recurrent_layer(self._ggml, node)
                 if layer is not None:
                     self.recurrent_layers.add(layer)
                 return self._wanted(node)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 
-from pytest_kvgate.engine.ggml import Tensor
+from pytest_kvgate.engine.ggml import Ggml, Tensor
 
-#: What llama.cpp calls the two tensors that hold a layer's state; they are leaves of the graph.
-STATE = re.compile(rb"cache_[rs]_l(\d+)")
+#: How the names of the tensors that hold a layer's state end: ``cache_r_l3``, ``cache_s_l3``, or,
+#: where an architecture renames them, ``mamba_ssm_states-3``.
+STATE = re.compile(rb"(?:cache_[rs]_l|-)(\d+)$")
 
 
-def recurrent_layer(node: Tensor) -> int | None:
-    """Return the layer whose recurrent state a node is a view of, None for every other node."""
-    if not node.view_src:
+def recurrent_layer(ggml: Ggml, node: Tensor) -> int | None:
+    """Return the layer whose next state a node stores, None for every other node.
+
+    A state is copied into a leaf of the graph; rows of a KV cache are set by another operation.
+    """
+    if not node.view_src or ggml.op(node) != "CPY":
         return None
-    found = STATE.fullmatch(Tensor.from_address(node.view_src).name)
+    state = Tensor.from_address(node.view_src)
+    found = STATE.search(state.name) if ggml.op(state) == "NONE" else None
     return int(found.group(1)) if found else None
