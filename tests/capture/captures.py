@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -86,8 +87,7 @@ class Captures:
             engine = EngineSettings(n_threads=1, cache_type_k=cache_type_k)
             settings = CaptureSettings(steps=steps, engine=engine, values=values)
             kept: list[Reference] = []
-            folder = self.folder / f"reference-{len(self._captured)}"
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
 
             def verify(trace: Trace, reference: Reference) -> Verification:
                 kept.append(_copy(reference, folder))
