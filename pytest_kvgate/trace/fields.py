@@ -118,4 +118,5 @@ class Fields:
         for position, item in enumerate(value):
             if not isinstance(item, dict):
                 raise self.error(f"{key}[{position}]", repr(item), "a JSON object")
-        return tuple(Fields(self.file, f"{key}[{i}]", item) for i, item in enumerate(value))
+        where = f"{self.where}.{key}" if self.where else key
+        return tuple(Fields(self.file, f"{where}[{i}]", item) for i, item in enumerate(value))

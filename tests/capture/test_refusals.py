@@ -216,16 +216,6 @@ def test_the_steps_that_a_refusal_names_are_captured(countdown: Path, out: Path)
     assert [step.decode_index for step in trace.steps] == [1, 4]
 
 
-def test_a_model_without_attention_is_refused(captures: Captures, out: Path) -> None:
-    with pytest.raises(CaptureError) as refusal:
-        attempt(captures.model("mamba"), out)
-    assert str(refusal.value) == (
-        "no attention over a KV cache was seen in a decode step. Models without attention (Mamba, "
-        "RWKV) have no KV pages, so there is nothing to gate."
-    )
-    assert_nothing_left(out)
-
-
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss"])
 def test_a_context_within_the_sliding_window_is_refused(
     captures: Captures, out: Path, architecture: str

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -51,7 +53,7 @@ def test_a_single_sampled_step_is_enough_to_see_states(captures: Captures) -> No
 
 
 def test_a_layer_that_attends_beside_its_state_is_paged() -> None:
-    layers = [{"index": 0, "window": None}, {"index": 1, "window": 64}]
+    layers: list[Mapping[str, Any]] = [{"index": 0, "window": None}, {"index": 1, "window": 64}]
     assert unpaged_layers(3, layers, shared={2}, recurrent={0, 1}) == [
         {"layer": 1, "reason": WINDOWED},
         {"layer": 2, "reason": SHARED},

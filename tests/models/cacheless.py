@@ -43,15 +43,24 @@ def bert(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
         weights.matrix(f"{block}.ffn_down.weight", n_embd, N_FF)
 
 
+def t5encoder(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
+    """The encoder of T5 alone."""
+    _t5(writer, weights, shape, ("enc",))
+
+
 def t5(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
     """An encoder and a decoder; positions are a bias on the logits."""
+    writer.add_decoder_start_token_id(0)
+    _t5(writer, weights, shape, ("enc", "dec"))
+
+
+def _t5(writer: gguf.GGUFWriter, weights: Weights, shape: Shape, sides: tuple[str, ...]) -> None:
     heads(writer, shape)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_relative_attn_buckets_count(N_BUCKET)
-    writer.add_decoder_start_token_id(0)
     embeddings(weights, shape)
     del weights.tensors["output_norm.weight"]
-    for side in ("enc", "dec"):
+    for side in sides:
         weights.vector(f"{side}.output_norm.weight", shape.n_embd, 1.0)
         for block in blocks(shape.n_layer):
             _t5_layer(weights, f"{side}.{block}", shape, crossed=side == "dec")

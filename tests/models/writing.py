@@ -111,5 +111,7 @@ ARCHITECTURES: dict[str, tuple[Build, Shape]] = {
     "qwen35": (recurrent.qwen35, Shape(n_layer=4)),
     "bert": (cacheless.bert, _square(2)),
     "t5": (cacheless.t5, _square(2)),
+    "t5encoder": (cacheless.t5encoder, _square(2)),
+    "llama-embed": (dense.llama, Shape()),
     "dream": (cacheless.dream, _square(2)),
 }
