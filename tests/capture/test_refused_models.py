@@ -188,10 +188,9 @@ def test_a_step_in_which_nothing_attends_is_refused(captures: Captures, tmp_path
 def test_chunks_are_seen_in_the_attention_of_two_steps(captures: Captures, tmp_path: Path) -> None:
     # metadata refuse this architecture before; this is what the steps themselves show
     tokens = token_ids(random_text(8195))
+    model = captures.model("llama4", Shape(n_head=1, n_head_kv=1, n_context=16384))
     with (
-        Engine(
-            captures.model("llama4", Shape(n_layer=4, n_context=16384)), EngineSettings()
-        ) as engine,
+        Engine(model, EngineSettings(n_threads=1)) as engine,
         TraceWriter(tmp_path / "traces", "chunks") as writer,
     ):
         collector = Collector(writer, tmp_path, 2, values=False)

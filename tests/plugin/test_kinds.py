@@ -24,7 +24,8 @@ def test_gate():
     pass
 """
 
-STEPS = "--kvgate-steps=0:9:4"
+#: One page size and few steps, so that a report is quick.
+QUICK = ("--kvgate-steps=0:9:4", "--kvgate-sweep=32", "--kvgate-threads=1")
 
 
 def run(
@@ -33,7 +34,7 @@ def run(
     """Run both gates on a model; return pytest's output and the report."""
     pytester.makepyfile(GATE)
     result = pytester.runpytest(
-        f"--kvgate-model={model}", *(f"--kvgate-prompt={prompt}" for prompt in prompts), STEPS,
+        f"--kvgate-model={model}", *(f"--kvgate-prompt={prompt}" for prompt in prompts), *QUICK,
         "--kvgate-report=json:r.json", *options,
     )  # fmt: skip
     report: dict[str, Any] = json.loads((pytester.path / "r.json").read_text("utf-8"))
