@@ -100,14 +100,14 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
-    from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
+    from pytest_kvgate.analysis import verify_capture  # noqa: PLC0415
     from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
     engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
     settings = CaptureSettings(parsed.steps, parsed.ctx, engine, parsed.values)
     trace = capture(
-        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
+        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_capture
     )
     print(trace.directory)
     checked = trace.verification

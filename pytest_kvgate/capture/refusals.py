@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvgate.capture.basis import require_whole_blocks
 from pytest_kvgate.capture.errors import CaptureError
-from pytest_kvgate.engine import Engine
+from pytest_kvgate.engine import Engine, EngineSettings
 
 #: Architectures whose sliding window is not sliding: a query sees the chunk that it stands in.
 CHUNKED = frozenset({"llama4"})
@@ -46,17 +46,18 @@ def refuse_unpageable(engine: Engine, name: str) -> None:
         )
 
 
-def refuse_cache_type(engine: Engine, name: str, key_type: str) -> None:
-    """Raise CaptureError where llama.cpp cannot keep K of this model in a cache of this type.
+def refuse_cache_type(engine: Engine, name: str, settings: EngineSettings) -> None:
+    """Raise CaptureError where llama.cpp cannot keep K of this model as it is asked to.
 
     Some of these combinations end the whole process in llama.cpp, so they are refused before.
     """
+    key_type, value_type = settings.cache_type_k, settings.cache_type_v
     latent = engine.model_metadata("attention.key_length_mla")
-    if latent not in (None, "0") and key_type != engine.cache_type_v:
+    if latent not in (None, "0") and key_type != value_type:
         raise CaptureError(
             f"{name} ({engine.architecture}) has latent attention (MLA): llama.cpp keeps K and V "
             f"in one cache of one type, so K cannot be {key_type} where V is "
-            f"{engine.cache_type_v}. Capture with --kvgate-cache-type-k={engine.cache_type_v}."
+            f"{value_type}. Capture with --kvgate-cache-type-k={value_type}."
         )
     for head_dim in engine.head_dims:
         require_whole_blocks(head_dim, key_type)

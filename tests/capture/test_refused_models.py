@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture
 from pytest_kvgate.capture.collector import Collector
-from pytest_kvgate.engine import Engine, EngineError, EngineSettings
+from pytest_kvgate.engine import AttentionRead, Engine, EngineError, EngineSettings
 from pytest_kvgate.trace import Step, TraceWriter
 from tests.capture.captures import LETTERS, PROMPT, Captures, random_text
 from tests.models import WINDOW, Shape, token_ids
@@ -50,7 +51,7 @@ def refusal(
     engine = EngineSettings(n_threads=1, cache_type_k=cache_type_k)
     settings = CaptureSettings(steps=range(0, 9, 4), engine=engine)
     with pytest.raises(RuntimeError) as caught:
-        capture(model, prompt, settings, out, verify_softmax)
+        capture(model, prompt, settings, out, verify_capture)
     assert list(out.iterdir()) == []
     assert isinstance(caught.value, CaptureError | EngineError)
     return caught.value
@@ -152,15 +153,20 @@ def test_a_quantized_cache_works_where_blocks_divide_a_head(captures: Captures) 
 def test_llama_cpp_itself_attends_wrongly_where_blocks_do_not_divide_a_head(
     captures: Captures,
 ) -> None:
-    def softmax(head_dim: int, cache_type: str) -> np.ndarray:
-        found = []
+    def softmax(head_dim: int, cache_type: str) -> NDArray[np.float32]:
+        found: list[NDArray[np.float32]] = []
+
+        def keep(read: AttentionRead) -> None:
+            assert read.read_softmax is not None
+            found.append(read.read_softmax()[:, :122])
+
         model = captures.model("llama", Shape(head_dim=head_dim))
         with Engine(model, EngineSettings(n_threads=1, cache_type_k=cache_type)) as engine:
-            engine.start(140)
-            engine.decode(token_ids(LETTERS))
-            engine.hook.arm(lambda read: found.append(read.read_softmax()[:, :122]))
-            engine.decode([80])
-        return np.asarray(found[0])
+            context = engine.start(140)
+            context.decode(token_ids(LETTERS))
+            context.hook.arm(keep)
+            context.decode([80])
+        return found[0]
 
     def distance(head_dim: int) -> float:
         exact, rounded = softmax(head_dim, "f32"), softmax(head_dim, "q8_0")
@@ -173,13 +179,13 @@ def test_llama_cpp_itself_attends_wrongly_where_blocks_do_not_divide_a_head(
 def test_a_step_in_which_nothing_attends_is_refused(captures: Captures, tmp_path: Path) -> None:
     # metadata refuse such models before; this is what a step itself shows
     with TraceWriter(tmp_path / "traces", "none") as writer:
-        collector = Collector(writer, tmp_path, 1, values=False)
+        collector = Collector(writer, tmp_path, CaptureSettings(steps=range(1)))
         with Engine(captures.model("mamba"), EngineSettings(n_threads=1)) as engine:
-            engine.start(64)
-            engine.decode(token_ids("abc"))
+            context = engine.start(64)
+            context.decode(token_ids("abc"))
             collector.begin(Step(0, 5))
-            engine.hook.arm(collector.take)
-            engine.decode([80])
+            context.hook.arm(collector.take)
+            context.decode([80])
         with pytest.raises(CaptureError, match="no attention over a KV cache was seen"):
             collector.end()
 
@@ -188,18 +194,18 @@ def test_a_step_in_which_nothing_attends_is_refused(captures: Captures, tmp_path
 def test_chunks_are_seen_in_the_attention_of_two_steps(captures: Captures, tmp_path: Path) -> None:
     # metadata refuse this architecture before; this is what the steps themselves show
     tokens = token_ids(random_text(8195))
-    model = captures.model("llama4", Shape(n_head=1, n_head_kv=1, n_context=16384))
+    model = captures.model("llama4", Shape(n_head=1, n_head_kv=1, n_layer=4, n_context=16384))
     with (
         Engine(model, EngineSettings(n_threads=1)) as engine,
         TraceWriter(tmp_path / "traces", "chunks") as writer,
     ):
-        collector = Collector(writer, tmp_path, 2, values=False)
-        engine.start(len(tokens) + 2)
-        engine.decode(tokens)
+        collector = Collector(writer, tmp_path, CaptureSettings(steps=range(2)))
+        context = engine.start(len(tokens) + 2)
+        context.decode(tokens)
         for index in range(2):
             collector.begin(Step(index, len(tokens) + index + 1))
-            engine.hook.arm(collector.take)
-            engine.decode([80])
+            context.hook.arm(collector.take)
+            context.decode([80])
             collector.end()
         with pytest.raises(CaptureError, match=r"layer 0 .* as chunked attention does"):
             collector.write_layers(engine.sliding_window)

@@ -53,13 +53,12 @@ def qwen3moe(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
 
 
 def llama4(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
-    """Chunked attention in the layers that ``shape.windowed`` names: a query sees its own chunk."""
+    """Chunked attention in three layers of four: a query sees its own chunk only."""
     heads(writer, shape)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_interleave_moe_layer_step(1)
-    writer.add_sliding_window_pattern(shape.windowed)
     embeddings(weights, shape)
     for block in blocks(shape.n_layer):
         weights.vector(f"{block}.attn_norm.weight", shape.n_embd, 1.0)

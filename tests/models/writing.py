@@ -99,7 +99,7 @@ ARCHITECTURES: dict[str, tuple[Build, Shape]] = {
     "mpt": (alibi.mpt, _square(3)),
     "gpt-oss": (experts.gpt_oss, Shape()),
     "qwen3moe": (experts.qwen3moe, Shape()),
-    "llama4": (experts.llama4, Shape()),
+    "llama4": (experts.llama4, Shape(n_layer=4)),
     "deepseek2": (latent.deepseek2, Shape()),
     "plm": (latent.plm, Shape()),
     "mamba": (recurrent.mamba, Shape()),
