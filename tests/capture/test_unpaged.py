@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_kvgate.analysis import verify_capture
+from pytest_kvgate.capture import CaptureSettings, capture
 from pytest_kvgate.capture.unpaged import unpaged_layers
+from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.trace.unpaged import NO_ATTENTION, RECURRENT, SHARED, WINDOWED
-from tests.capture.captures import Captures
+from tests.capture.captures import PROMPT, Captures
 
 UNPAGED = {
     "llama": [],
@@ -50,6 +54,18 @@ def test_a_layer_is_either_paged_or_has_a_reason(captures: Captures, architectur
 def test_a_single_sampled_step_is_enough_to_see_states(captures: Captures) -> None:
     trace = captures("qwen35", steps=range(3, 4)).trace
     assert [(layer.index, layer.reason) for layer in trace.unpaged_layers] == UNPAGED["qwen35"]
+
+
+@pytest.mark.parametrize("architecture", ["gemma4", "nemotron_h"])
+def test_flash_attention_does_not_change_the_reasons(
+    captures: Captures, tmp_path: Path, architecture: str
+) -> None:
+    engine = EngineSettings(n_threads=1, flash_attention=True)
+    settings = CaptureSettings(steps=range(2), engine=engine)
+    model = captures.model(architecture)
+    trace = capture(model, PROMPT, settings, tmp_path, verify_capture)
+    found = [(layer.index, layer.reason) for layer in trace.unpaged_layers]
+    assert found == UNPAGED[architecture]
 
 
 def test_a_layer_that_attends_beside_its_state_is_paged() -> None:
