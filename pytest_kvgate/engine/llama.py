@@ -19,9 +19,6 @@ from pytest_kvgate.engine.log import LogTail
 PREFILL_BYTES = 256 * 2**20
 SMALLEST_BATCH = 32
 
-#: What a V cache may hold without flash attention.
-UNFUSED_TYPES = ("f32", "f16", "bf16")
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -204,17 +201,33 @@ class Engine:
 
     def start(self, n_context: int) -> Context:
         """Make an empty cache of ``n_context`` cells."""
+        settings = self._settings
         return self._start(
-            n_context, self._settings.cache_type_v, flash_attention=self._settings.flash_attention
+            n_context,
+            settings.cache_type_k,
+            settings.cache_type_v,
+            flash_attention=settings.flash_attention,
         )
 
     def start_unfused(self, n_context: int) -> Context:
-        """As `start`, without flash attention; a quantized V cache, which needs it, is f16 then."""
-        cache_type_v = self._settings.cache_type_v
-        fitting = cache_type_v if cache_type_v in UNFUSED_TYPES else "f16"
-        return self._start(n_context, fitting, flash_attention=False)
+        """As `start`, without flash attention, on a K cache that holds what flash attention reads.
 
-    def _start(self, n_context: int, cache_type_v: str, *, flash_attention: bool) -> Context:
+        That is f16 for an f32 cache. A quantized V cache, which needs flash attention, is f16, too.
+
+        Raises:
+            EngineError: the model cannot run so.
+        """
+        cache_type_k, cache_type_v = self._settings.cache_type_k, self._settings.cache_type_v
+        return self._start(
+            n_context,
+            "f16" if cache_type_k == "f32" else cache_type_k,
+            "bf16" if cache_type_v == "bf16" else "f16",
+            flash_attention=False,
+        )
+
+    def _start(
+        self, n_context: int, cache_type_k: str, cache_type_v: str, *, flash_attention: bool
+    ) -> Context:
         llama = self._llama
         params = llama.llama_context_default_params()
         params.n_ctx = n_context
@@ -222,14 +235,14 @@ class Engine:
         params.n_ubatch = self._batch_size(n_context)
         params.n_threads = params.n_threads_batch = self.n_threads
         params.flash_attn_type = int(flash_attention)  # never AUTO: it may choose either
-        params.type_k = self._ggml.type_number(self._settings.cache_type_k)
+        params.type_k = self._ggml.type_number(cache_type_k)
         params.type_v = self._ggml.type_number(cache_type_v)
         params.swa_full = True  # windowed layers keep every row, so that row j is position j
         context = Context(self._ggml, self._log, self._model, params)
         if not context.is_open:
             raise EngineError(
                 f"llama.cpp could not make a context of {n_context} tokens for {self._path} with "
-                f"a {self._settings.cache_type_k} K cache and a {cache_type_v} V cache. Its last "
+                f"a {cache_type_k} K cache and a {cache_type_v} V cache. Its last "
                 f"words:\n{self._log.tail()}"
             )
         self._contexts.append(context)

@@ -55,7 +55,7 @@ class Captures:
 
     folder: Path
     _models: dict[tuple[str, Shape | None], Path] = field(default_factory=dict)
-    _captured: dict[tuple[Path, str, range, Prompt, bool], Captured] = field(default_factory=dict)
+    _captured: dict[tuple[Path, Prompt, CaptureSettings], Captured] = field(default_factory=dict)
 
     def model(self, architecture: str, shape: Shape | None = None) -> Path:
         """Return a tiny model."""
@@ -74,18 +74,24 @@ class Captures:
         steps: range = STEPS,
         prompt: Prompt = PROMPT,
         values: bool = False,
+        cache_type_v: str = "f16",
+        flash_attention: bool = False,
+        prove: bool = False,
     ) -> Captured:
         """Return the capture of a tiny model."""
-        return self.of(self.model(architecture, shape), cache_type_k, steps, prompt, values)
+        engine = EngineSettings(
+            n_threads=1,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            flash_attention=flash_attention,
+        )
+        settings = CaptureSettings(steps=steps, engine=engine, values=values, prove=prove)
+        return self.of(self.model(architecture, shape), prompt, settings)
 
-    def of(
-        self, model: Path, cache_type_k: str, steps: range, prompt: Prompt, values: bool
-    ) -> Captured:
+    def of(self, model: Path, prompt: Prompt, settings: CaptureSettings) -> Captured:
         """Return the capture of a model file."""
-        key = (model, cache_type_k, steps, prompt, values)
+        key = (model, prompt, settings)
         if key not in self._captured:
-            engine = EngineSettings(n_threads=1, cache_type_k=cache_type_k)
-            settings = CaptureSettings(steps=steps, engine=engine, values=values)
             kept: list[Reference] = []
             folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
 
@@ -102,4 +108,7 @@ def _copy(reference: Reference, folder: Path) -> Reference:
     softmax = tuple(
         tuple(Path(shutil.copy(path, folder)) for path in paths) for paths in reference.softmax
     )
-    return replace(reference, softmax=softmax)
+    values = reference.values
+    if values is not None:
+        values = tuple(Path(shutil.copy(path, folder)) for path in values)
+    return replace(reference, softmax=softmax, values=values)
