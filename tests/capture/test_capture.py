@@ -410,6 +410,7 @@ def test_the_provenance_names_engine_cache_and_steps(captures: Captures) -> None
         "n_threads": 1,
         "steps": "0:17:8",
         "shared_kv_layers": [],
+        "unpaged_layers": [],
     }
 
 
