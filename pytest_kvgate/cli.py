@@ -7,13 +7,23 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import ReportTarget, report_problem
 
-CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k", "values")
+CAPTURE_OPTIONS = (
+    "continuation",
+    "ctx",
+    "steps",
+    "ngl",
+    "threads",
+    "cache-type-k",
+    "values",
+    "ignore-eos",
+)
 PROFILE_OPTIONS = (
     "page-size",
     "sinks",
@@ -58,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     capture = commands.add_parser("capture", help="capture one prompt on one model into a trace")
     capture.add_argument("model", type=Path, help="GGUF model")
-    capture.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
+    capture.add_argument(
+        "prompt",
+        type=Path,
+        help="UTF-8 text, or .json file with a chat or token ids, that the model reads first",
+    )
     capture.add_argument("directory", type=Path, help="the trace becomes a folder below this one")
     capture.set_defaults(run=_capture)
     profile = commands.add_parser("profile", help="measure saved traces and print the tables")
@@ -66,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
     for option in OPTIONS:
         if option.name in CAPTURE_OPTIONS:
-            _add(capture, option)
+            _add(capture, replace(option, repeatable=False))  # there is one prompt
         if option.name in PROFILE_OPTIONS:
             _add(profile, option)
     return parser
@@ -101,15 +115,25 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 def _capture(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
-    from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
+    from pytest_kvgate.capture import (  # noqa: PLC0415
+        CaptureSettings,
+        capture,
+        read_prompt,
+        with_continuation,
+    )
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
     engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
-    settings = CaptureSettings(parsed.steps, parsed.ctx, engine, parsed.values)
-    trace = capture(
-        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
+    settings = CaptureSettings(
+        parsed.steps, parsed.ctx, engine, parsed.values, ignore_eos=parsed.ignore_eos
     )
+    prompt = read_prompt(parsed.prompt)
+    if parsed.continuation is not None:
+        prompt = with_continuation(prompt, parsed.continuation)
+    trace = capture(parsed.model, prompt, settings, parsed.directory, verify_softmax)
     print(trace.directory)
+    if trace.eos_ignored_from is not None:
+        print(f"end of text ignored from decode step {trace.eos_ignored_from} on")
     checked = trace.verification
     if checked is not None:
         print(

@@ -88,6 +88,7 @@ def tiny_model(
     *,
     shape: Shape | None = None,
     countdown: bool = False,
+    chat_template: str | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a model of about 1 MB to ``path`` and return it.
@@ -105,6 +106,8 @@ def tiny_model(
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layer)
     _add_vocabulary(writer)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     build(writer, weights, shape)
     if countdown:
         _count_down(weights)

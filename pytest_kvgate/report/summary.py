@@ -126,10 +126,12 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
     layers = _count(len(trace["paged_layers"]), "layer")
     if windowed:
         layers += f" (and {windowed} with a sliding window, left out)"
+    ignored = trace["workload"].get("eos_ignored_from")
+    past_end = "" if ignored is None else f"; END OF TEXT IGNORED from decode step {ignored} on"
     return (
         f"{name}: {trace['n_context']} tokens, "
         f"{_count(trace['n_steps'], 'step')}, "
-        f"{layers}; {checked}"
+        f"{layers}; {checked}{past_end}"
     )
 
 

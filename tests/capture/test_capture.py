@@ -442,7 +442,7 @@ def test_the_trace_holds_no_prompt_no_tokens_and_no_paths(captures: Captures) ->
         "steps",
         "verification",
     }
-    assert set(document["workload"]) == {"name", "n_prompt"}
+    assert set(document["workload"]) == {"name", "n_prompt", "kind", "forced"}
     assert set(document["steps"][0]) == {"decode_index", "n_visible"}
     assert max(_list_lengths(document)) < 10
 
