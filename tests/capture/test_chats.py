@@ -7,14 +7,13 @@ from importlib.resources import files
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 
 from pytest_kvgate.analysis import verify_softmax
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Chat, Message, Prompt, capture
 from pytest_kvgate.engine import EngineError, EngineSettings
 from pytest_kvgate.trace import Trace
-from tests.capture.captures import random_text
+from tests.capture.captures import assert_same_arrays, random_text
 from tests.models import BEGIN_OF_TEXT, END_OF_TEXT, N_VOCAB, tiny_model, token_ids
 
 BODY = (
@@ -43,13 +42,6 @@ def captured(
         content = tuple(content)
     settings = CaptureSettings(steps, engine=EngineSettings(n_threads=1))
     return capture(model, Prompt("session", content), settings, folder, verify_softmax)
-
-
-def assert_same_arrays(found: Trace, expected: Trace) -> None:
-    assert found.steps == expected.steps
-    for layer, other in zip(found.layers, expected.layers, strict=True):
-        np.testing.assert_array_equal(layer.k, other.k)
-        np.testing.assert_array_equal(layer.q, other.q)
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + BODY, BODY], ids=["with", "without"])
@@ -173,7 +165,7 @@ def test_a_model_without_a_tokenizer_reads_token_ids_alone(
     tmp_path: Path, content: str | Chat
 ) -> None:
     model = tiny_model(tmp_path / "ids.gguf", chat_template=BODY, tokenizer=False)
-    with pytest.raises(EngineError, match="has no tokenizer, so it cannot read a text. Give token"):
+    with pytest.raises(EngineError, match="has no tokenizer, so it cannot read a text"):
         captured(model, tmp_path, content)
     assert captured(model, tmp_path, token_ids(ASKED)).workload["n_prompt"] == 61
 
