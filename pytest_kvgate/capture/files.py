@@ -66,7 +66,7 @@ def read_content(path: Path, purpose: str) -> Content:
             f"{purpose} {path} cannot be read ({error.strerror}); a text file is needed."
         ) from error
     if not text.strip():
-        raise CaptureError(f"{purpose} {path} is empty; a text of many pages is needed.")
+        raise CaptureError(f"{purpose} {path} is empty; there must be something to read.")
     if path.suffix.lower() != ".json":
         return text
     return _JsonFile(f"{purpose} {path}").content(text)

