@@ -286,7 +286,12 @@ def test_decode_step_i_sees_the_prompt_and_i_plus_one_tokens(
     captures: Captures, architecture: str
 ) -> None:
     trace = captures(architecture).trace
-    assert trace.workload == {"name": "letters", "n_prompt": N_PROMPT}
+    assert trace.workload == {
+        "name": "letters",
+        "n_prompt": N_PROMPT,
+        "kind": "text",
+        "forced": False,
+    }
     assert [step.decode_index for step in trace.steps] == [0, 8, 16]
     assert [step.n_visible for step in trace.steps] == [N_PROMPT + 1, N_PROMPT + 9, N_PROMPT + 17]
 
