@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from pytest_kvgate.options.table import OPTIONS, Option, given_on_command_line
-from pytest_kvgate.options.values import ReportTarget, check_selectors, report_problem
+from pytest_kvgate.options.values import (
+    ReportTarget,
+    check_selectors,
+    engine_problem,
+    report_problem,
+)
 
 #: Where pytest keeps its configuration, in the order in which it looks.
 INI_FILES = (
@@ -35,8 +40,8 @@ class Settings:
     ``traces`` and ``models`` exclude each other; both empty means nothing can be evaluated.
     ``recent`` is a fraction of the context below 1, else tokens; ``steps`` are the sampled decode
     steps; ``continuations`` are none or one per prompt; ``n_context`` None is the context the model
-    was trained with; ``selectors`` None are all; ``pool`` is a multiple of a step's pages; ``link``
-    is in GB/s; ``sweep`` are page sizes.
+    was trained with; ``verification`` is "capture" or "reference"; ``selectors`` None are all;
+    ``pool`` is a multiple of a step's pages; ``link`` is in GB/s; ``sweep`` are page sizes.
     """
 
     models: tuple[Path, ...]
@@ -48,6 +53,9 @@ class Settings:
     n_gpu_layers: int
     n_threads: int | None
     cache_type_k: str
+    cache_type_v: str
+    flash_attention: bool
+    verification: str
     save: Path | None
     page_size: int
     sinks: int
@@ -127,7 +135,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
             "kvgate: both a model and a saved trace are given; give --kvgate-model to capture one, "
             "or --kvgate-trace to judge a saved one."
         )
-    _check_combination(config, models, traces, values["prompt"])
+    _check_combination(config, models, traces, values)
     continuations = _continuations(config, values) if models else ()
     for kind, paths in (("model", models), ("prompt", values["prompt"]), ("trace", traces)):
         places = [path.resolve() for path in paths]
@@ -159,6 +167,9 @@ def resolve_settings(config: pytest.Config) -> Settings:
         n_gpu_layers=values["ngl"],
         n_threads=values["threads"],
         cache_type_k=values["cache-type-k"],
+        cache_type_v=values["cache-type-v"],
+        flash_attention=values["flash-attn"],
+        verification=values["verify"],
         save=save,
         page_size=values["page-size"],
         sinks=values["sinks"],
@@ -253,9 +264,12 @@ def _check_combination(
     config: pytest.Config,
     models: tuple[Path, ...],
     traces: tuple[Path, ...],
-    prompts: tuple[Path, ...],
+    values: Mapping[str, Any],
 ) -> None:
-    if models and not prompts:
+    problem = engine_problem(values["cache-type-v"], flash_attention=values["flash-attn"])
+    if models and problem is not None:
+        raise pytest.UsageError(f"kvgate: --kvgate-cache-type-v: {problem}.")
+    if models and not values["prompt"]:
         raise pytest.UsageError(
             f"kvgate: model {models[0]} needs a prompt to read; give --kvgate-prompt FILE, a text "
             "like the ones the model will serve."

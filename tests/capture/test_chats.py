@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Chat, Message, Prompt, capture
 from pytest_kvgate.engine import EngineError, EngineSettings
 from pytest_kvgate.trace import Trace
@@ -41,7 +41,7 @@ def captured(
     if not isinstance(content, str | Chat):
         content = tuple(content)
     settings = CaptureSettings(steps, engine=EngineSettings(n_threads=1))
-    return capture(model, Prompt("session", content), settings, folder, verify_softmax)
+    return capture(model, Prompt("session", content), settings, folder, verify_capture)
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + BODY, BODY], ids=["with", "without"])

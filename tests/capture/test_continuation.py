@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import (
     CaptureError,
     CaptureSettings,
@@ -34,19 +34,19 @@ def captured(
     model: Path, folder: Path, prompt: Prompt, steps: range = STEPS, *, ignore_eos: bool = False
 ) -> Trace:
     settings = CaptureSettings(steps, engine=ENGINE, ignore_eos=ignore_eos)
-    return capture(model, prompt, settings, folder, verify_softmax)
+    return capture(model, prompt, settings, folder, verify_capture)
 
 
 def likeliest(model: Path, tokens: list[int], n: int, never: tuple[int, ...] = ()) -> list[int]:
     """Return the tokens that the model finds likeliest, one after the other."""
     found: list[int] = []
     with Engine(model, ENGINE) as engine:
-        engine.start(len(tokens) + n)
-        logits = engine.decode(tokens)
+        context = engine.start(len(tokens) + n)
+        logits = context.decode(tokens)
         for _ in range(n):
             logits[list(never)] = -np.inf
             found.append(int(np.argmax(logits)))
-            logits = engine.decode(found[-1:])
+            logits = context.decode(found[-1:])
     return found
 
 
@@ -80,6 +80,17 @@ def test_the_cache_holds_the_recorded_tokens(llama: Path, tmp_path: Path, kind: 
     np.testing.assert_allclose(keys, expected, atol=5e-3)
     greedy = captured(llama, tmp_path, Prompt("letters", LETTERS)).layers[0].k
     assert np.abs(greedy[:, 121:] - keys[:, 121:]).max(axis=(0, 2)).min() > 0.5
+
+
+def test_a_proof_follows_the_recorded_tokens_too(llama: Path, tmp_path: Path) -> None:
+    engine = EngineSettings(n_threads=1, flash_attention=True)
+    settings = CaptureSettings(STEPS, engine=engine, prove=True)
+    prompt = Prompt("letters", LETTERS, OTHER)
+    trace = capture(llama, prompt, settings, tmp_path, verify_capture)
+    assert trace.verification is not None
+    assert trace.verification.status == "passed"
+    read = captured(llama, tmp_path, Prompt("letters", LETTERS + OTHER)).layers[0].k
+    np.testing.assert_allclose(trace.layers[0].k, read[:, : trace.n_context], atol=5e-3)
 
 
 def test_an_end_of_text_inside_a_continuation_is_followed(llama: Path, tmp_path: Path) -> None:
