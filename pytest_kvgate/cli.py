@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ from pytest_kvgate.options.values import ReportTarget, engine_problem, report_pr
 if TYPE_CHECKING:
     from pytest_kvgate.trace import Trace
 
+#: What the model reads first; for two commands.
+PROMPT_HELP = "UTF-8 text, or .json file with a chat or token ids, that the model reads first"
 CAPTURE_OPTIONS = (
+    "continuation",
     "ctx",
     "steps",
     "ngl",
@@ -26,6 +30,7 @@ CAPTURE_OPTIONS = (
     "cache-type-v",
     "flash-attn",
     "values",
+    "ignore-eos",
 )
 PROFILE_OPTIONS = (
     "page-size",
@@ -71,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     capture = commands.add_parser("capture", help="capture one prompt on one model into a trace")
     capture.add_argument("model", type=Path, help="GGUF model")
-    capture.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
+    capture.add_argument("prompt", type=Path, help=PROMPT_HELP)
     capture.add_argument("directory", type=Path, help="the trace becomes a folder below this one")
     capture.set_defaults(run=_capture)
     verify = commands.add_parser(
@@ -79,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="capture with flash attention, and prove it by a second run without, layer by layer",
     )
     verify.add_argument("model", type=Path, help="GGUF model")
-    verify.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
+    verify.add_argument("prompt", type=Path, help=PROMPT_HELP)
     verify.add_argument(
         "directory", type=Path, nargs="?", help="keep the trace as a folder below this one"
     )
@@ -89,8 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
     for option in OPTIONS:
         if option.name in CAPTURE_OPTIONS:
-            _add(capture, option)
-            _add(verify, option)
+            single = replace(option, repeatable=False)  # there is one prompt
+            _add(capture, single)
+            _add(verify, single)
         if option.name in PROFILE_OPTIONS:
             _add(profile, option)
     verify.set_defaults(flash_attn=True)
@@ -152,6 +158,7 @@ def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Tr
         CaptureSettings,
         capture,
         read_prompt,
+        with_continuation,
     )
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
@@ -170,12 +177,18 @@ def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Tr
         ),
         values=parsed.values,
         prove=prove,
+        ignore_eos=parsed.ignore_eos,
     )
-    return capture(parsed.model, read_prompt(parsed.prompt), settings, directory, verify_capture)
+    prompt = read_prompt(parsed.prompt)
+    if parsed.continuation is not None:
+        prompt = with_continuation(prompt, parsed.continuation)
+    return capture(parsed.model, prompt, settings, directory, verify_capture)
 
 
 def _report_verification(trace: Trace) -> int:
-    """Print what the verification found; return the exit status."""
+    """Print what the verification found, and what else to know; return the exit status."""
+    if trace.eos_ignored_from is not None:
+        print(f"end of text ignored from decode step {trace.eos_ignored_from} on")
     checked = trace.verification
     if checked is None:
         return 1

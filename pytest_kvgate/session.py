@@ -37,7 +37,7 @@ def find_subjects(settings: Settings) -> tuple[Subject, ...]:
         TraceError: a saved trace is not whole.
     """
     return (
-        *model_subjects(settings.models, settings.prompts),
+        *model_subjects(settings.models, settings.prompts, settings.continuations),
         *trace_subjects(settings.traces),
     )
 
@@ -61,6 +61,7 @@ def gather_evidence(
             n_context=settings.n_context,
             values=settings.values or any(gate.needs_values for gate in gates),
             prove=settings.verification == "reference",
+            ignore_eos=settings.ignore_eos,
             engine=EngineSettings(
                 n_gpu_layers=settings.n_gpu_layers,
                 n_threads=settings.n_threads,

@@ -177,23 +177,45 @@ class Engine:
         )
         return buffer.value.decode(errors="replace") if length >= 0 else None
 
+    @property
+    def n_vocab(self) -> int:
+        """How many tokens the vocabulary has; ids count from 0."""
+        return int(self._llama.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own chat template, in jinja2; None where it has none."""
+        template = self._llama.llama_model_chat_template(self._model, None)
+        return None if template is None else template.decode(errors="replace")
+
+    @property
+    def begin_text(self) -> str:
+        """The token that begins a text as it is written, empty where there is none."""
+        return self._written(self._llama.llama_vocab_bos(self._vocab))
+
+    @property
+    def end_text(self) -> str:
+        """The token that ends a text as it is written, empty where there is none."""
+        return self._written(self._llama.llama_vocab_eos(self._vocab))
+
     def tokenize(self, text: str) -> list[int]:
         """Turn plain text into token ids, with the model's own leading token."""
-        data = text.encode()
-        room = len(data) + 8
-        while True:
-            tokens = (self._llama.llama_token * room)()
-            with self._log:
-                count = self._llama.llama_tokenize(
-                    self._vocab, data, len(data), tokens, room, True, False
-                )
-            # a negative count is the room that is needed: a space may become several tokens
-            if count >= 0 or -count <= room:
-                break
-            room = -count
-        if count < 0:
-            raise EngineError(f"llama.cpp could not tokenize the prompt ({count}).")
-        return list(tokens[:count])
+        return self._tokens(text, add_special=True, parse_special=False)
+
+    def tokenize_following(self, text: str) -> list[int]:
+        """Turn plain text that follows other tokens into token ids, with none added."""
+        return self._tokens(text, add_special=False, parse_special=False)
+
+    def tokenize_rendered(self, text: str) -> list[int]:
+        """Turn what a chat template wrote into token ids, special tokens parsed.
+
+        The leading token is there once, whether the template wrote it or not.
+        """
+        tokens = self._tokens(text, add_special=False, parse_special=True)
+        begin = self._llama.llama_vocab_bos(self._vocab)
+        if self._llama.llama_vocab_get_add_bos(self._vocab) and tokens[:1] != [begin]:
+            tokens.insert(0, begin)
+        return tokens
 
     def is_end_of_text(self, token: int) -> bool:
         """Whether the model ends its turn with this token."""
@@ -252,6 +274,33 @@ class Engine:
                 "token by token and there is nothing to page."
             )
         return context
+
+    def _tokens(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if self._llama.llama_vocab_type(self._vocab) == self._llama.LLAMA_VOCAB_TYPE_NONE:
+            raise EngineError(
+                f"model {self._path} has no tokenizer, so it cannot read a text. Give token ids."
+            )
+        data = text.encode()
+        room = len(data) + 8
+        while True:
+            tokens = (self._llama.llama_token * room)()
+            with self._log:
+                count = self._llama.llama_tokenize(
+                    self._vocab, data, len(data), tokens, room, add_special, parse_special
+                )
+            # a negative count is the room that is needed: a space may become several tokens
+            if count >= 0 or -count <= room:
+                break
+            room = -count
+        if count < 0:
+            raise EngineError(f"llama.cpp could not tokenize the prompt ({count}).")
+        return list(tokens[:count])
+
+    def _written(self, token: int) -> str:
+        if token < 0:  # there is no such token
+            return ""
+        text: bytes = self._llama.llama_vocab_get_text(self._vocab, token)
+        return text.decode(errors="replace")
 
     def _batch_size(self, n_context: int) -> int:
         """Return the largest power of two whose attention logits stay within `PREFILL_BYTES`."""

@@ -39,13 +39,14 @@ class Settings:
 
     ``traces`` and ``models`` exclude each other; both empty means nothing can be evaluated.
     ``recent`` is a fraction of the context below 1, else tokens; ``steps`` are the sampled decode
-    steps; ``n_context`` None is the context the model was trained with; ``verification`` is
-    "capture" or "reference"; ``selectors`` None are all; ``pool`` is a multiple of a step's pages;
-    ``link`` is in GB/s; ``sweep`` are page sizes.
+    steps; ``continuations`` are none or one per prompt; ``n_context`` None is the context the model
+    was trained with; ``verification`` is "capture" or "reference"; ``selectors`` None are all;
+    ``pool`` is a multiple of a step's pages; ``link`` is in GB/s; ``sweep`` are page sizes.
     """
 
     models: tuple[Path, ...]
     prompts: tuple[Path, ...]
+    continuations: tuple[Path, ...]
     traces: tuple[Path, ...]
     n_context: int | None
     steps: range
@@ -62,6 +63,7 @@ class Settings:
     budgets: tuple[float, ...]
     selectors: tuple[str, ...] | None
     values: bool
+    ignore_eos: bool
     pool: float
     link: float | None
     sweep: tuple[int, ...]
@@ -134,6 +136,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
             "or --kvgate-trace to judge a saved one."
         )
     _check_combination(config, models, traces, values)
+    continuations = _continuations(config, values) if models else ()
     for kind, paths in (("model", models), ("prompt", values["prompt"]), ("trace", traces)):
         places = [path.resolve() for path in paths]
         repeated = [path for number, path in enumerate(paths) if places[number] in places[:number]]
@@ -145,9 +148,8 @@ def resolve_settings(config: pytest.Config) -> Settings:
                 f"kvgate: --kvgate-trace {path} is not a folder; give a folder that "
                 "--kvgate-save wrote."
             )
-    for path in values["prompt"] if models else ():
-        if not path.is_file():
-            raise pytest.UsageError(f"kvgate: --kvgate-prompt {path} does not exist or is no file.")
+    for kind, paths in (("prompt", values["prompt"]), ("continuation", continuations)):
+        _check_files(kind, paths if models else ())
     for target in values["report"]:
         problem = report_problem(target.path)
         if problem is not None:
@@ -158,6 +160,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
     return Settings(
         models=models,
         prompts=values["prompt"],
+        continuations=continuations,
         traces=traces,
         n_context=values["ctx"],
         steps=values["steps"],
@@ -174,6 +177,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
         budgets=values["budgets"],
         selectors=values["selectors"],
         values=values["values"],
+        ignore_eos=values["ignore-eos"],
         pool=values["pool"],
         link=values["link"],
         sweep=values["sweep"],
@@ -228,6 +232,32 @@ def _parsed(option: Option, text: str, origin: str, base: Path) -> Any:  # noqa:
     except RuntimeError as error:  # there is no such home
         raise pytest.UsageError(f"kvgate: {origin} {text!r}: {error}") from None
     return value
+
+
+def _continuations(config: pytest.Config, values: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Return the continuations, in the order of the prompts; those of the ini file go with its own.
+
+    Raises:
+        pytest.UsageError: there are some, but not one per prompt.
+    """
+    found: tuple[Path, ...] = values["continuation"]
+    if given_on_command_line(config, "prompt") and not given_on_command_line(
+        config, "continuation"
+    ):
+        return ()
+    if found and len(found) != len(values["prompt"]):
+        raise pytest.UsageError(
+            f"kvgate: --kvgate-continuation is given {len(found)} times and --kvgate-prompt "
+            f"{len(values['prompt'])} times; give no continuation, or one per prompt in the same "
+            "order."
+        )
+    return found
+
+
+def _check_files(kind: str, paths: tuple[Path, ...]) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise pytest.UsageError(f"kvgate: --kvgate-{kind} {path} does not exist or is no file.")
 
 
 def _check_combination(

@@ -66,7 +66,17 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "prompt",
         "FILE",
-        "UTF-8 text the model reads first; repeatable, pooled into one profile",
+        "what the model reads first: a UTF-8 text, or a .json file with chat messages or token "
+        "ids; repeatable, pooled into one profile",
+        Path,
+        repeatable=True,
+        capture_only=True,
+    ),
+    Option(
+        "continuation",
+        "FILE",
+        "what the decode is to follow instead of choosing its own tokens: a text, token ids, or a "
+        "chat that ends with the answer; repeatable, one per prompt",
         Path,
         repeatable=True,
         capture_only=True,
@@ -145,6 +155,15 @@ OPTIONS: tuple[Option, ...] = (
         "values",
         "",
         "capture V too, for the attention-output error; a gate that needs it turns it on",
+        parse_flag,
+        "false",
+        capture_only=True,
+        switch=True,
+    ),
+    Option(
+        "ignore-eos",
+        "",
+        "never choose a token that ends the text; every report says where that changed it",
         parse_flag,
         "false",
         capture_only=True,

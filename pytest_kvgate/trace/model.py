@@ -180,6 +180,15 @@ class Trace:
         return f"{self.model['name']} · {self.workload['name']}"
 
     @property
+    def eos_ignored_from(self) -> int | None:
+        """The decode step from which on the text goes past the end that the model chose for it.
+
+        None where it does not, as far as the trace tells.
+        """
+        step = self.workload.get("eos_ignored_from")
+        return None if step is None else int(step)
+
+    @property
     def paged_layers(self) -> tuple[Layer, ...]:
         """The layers that paging is about: those without a sliding window."""
         return tuple(layer for layer in self.layers if layer.window is None)

@@ -38,6 +38,8 @@ def load_trace(directory: str | Path) -> Trace:
         model.text(key)
     workload = document.child("workload")
     workload.text("name")
+    if "eos_ignored_from" in workload.values:
+        workload.integer("eos_ignored_from", minimum=0)
     layers = tuple(_layer(directory, fields, steps) for fields in document.children("layers"))
     indices = [layer.index for layer in layers]
     if len(set(indices)) != len(indices):

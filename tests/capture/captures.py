@@ -23,6 +23,14 @@ def random_text(length: int, seed: int = 3) -> str:
     return bytes(letters.tolist()).decode()
 
 
+def assert_same_arrays(found: Trace, expected: Trace) -> None:
+    """Assert that two captures sampled the same steps and hold the same bits."""
+    assert found.steps == expected.steps
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        np.testing.assert_array_equal(layer.k, other.k)
+        np.testing.assert_array_equal(layer.q, other.q)
+
+
 def hadamard() -> Array:
     """Return the orthonormal Sylvester matrix of the head dim."""
     matrix = np.ones((1, 1), dtype=np.float32)

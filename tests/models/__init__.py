@@ -6,7 +6,10 @@ the end-of-text token has no output weights, so greedy decoding never ends by ch
 """
 
 from tests.models.parts import (
+    BEGIN_OF_TEXT,
+    END_OF_TEXT,
     EPSILON,
+    FIRST_BYTE,
     HEAD_DIM,
     LATENT,
     MLA_PLAIN,
@@ -26,7 +29,10 @@ from tests.models.writing import ARCHITECTURES, tiny_model, token_ids
 
 __all__ = [
     "ARCHITECTURES",
+    "BEGIN_OF_TEXT",
+    "END_OF_TEXT",
     "EPSILON",
+    "FIRST_BYTE",
     "HEAD_DIM",
     "LATENT",
     "MLA_PLAIN",

@@ -26,12 +26,14 @@ def tiny_model(
     *,
     shape: Shape | None = None,
     countdown: bool = False,
+    chat_template: str | None = None,
+    tokenizer: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write a model of about 1 MB to ``path`` and return it.
 
     ``countdown`` (llama only) makes a model that follows each byte by the byte before it in the
-    alphabet, and "a" by the end of the text.
+    alphabet, and "a" by the end of the text. Without ``tokenizer`` it reads token ids alone.
     """
     build, usual = ARCHITECTURES[architecture]
     shape = shape or usual
@@ -42,7 +44,13 @@ def tiny_model(
     writer.add_context_length(shape.n_context)
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layer)
-    _add_vocabulary(writer)
+    if tokenizer:
+        _add_vocabulary(writer)
+    else:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(N_VOCAB)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     build(writer, weights, shape)
     if countdown:
         _count_down(weights)
