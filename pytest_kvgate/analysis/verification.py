@@ -79,7 +79,7 @@ def _layer_error(
             keys = head_keys(layer, kv_head, n_visible)
             try:
                 masses = group_masses(
-                    layer, kv_head, queries[row : row + 1, heads], keys, [n_visible]
+                    layer, kv_head, queries[row : row + 1, heads], keys, [n_visible], step
                 )
             except TraceError:
                 return float("inf")
@@ -105,14 +105,18 @@ def _output_error(
         return 0.0
     n_visible = trace.steps[reference.steps[-1]].n_visible
     errors = [
-        _layer_output_errors(layer, q[-1:], n_visible, output)
+        _layer_output_errors(layer, q[-1:], n_visible, reference.steps[-1], output)
         for layer, q, output in zip(trace.layers, queries, reference.outputs, strict=True)
     ]
     return float(np.max(errors, axis=0).min())
 
 
 def _layer_output_errors(
-    layer: Layer, queries: NDArray[np.float32], n_visible: int, output: NDArray[np.float32]
+    layer: Layer,
+    queries: NDArray[np.float32],
+    n_visible: int,
+    step: int,
+    output: NDArray[np.float32],
 ) -> tuple[float, float]:
     """Return the worst error of a head with the softmax as it is, and rounded to the type of V."""
     assert layer.v is not None
@@ -127,7 +131,7 @@ def _layer_output_errors(
         keys = head_keys(layer, kv_head, n_visible)
         values = np.asarray(layer.v[kv_head, :n_visible], dtype=np.float64)  # nothing overflows
         expected = np.asarray(output[heads], dtype=np.float64)
-        masses = group_masses(layer, kv_head, queries[:, heads], keys, [n_visible])[0]
+        masses = group_masses(layer, kv_head, queries[:, heads], keys, [n_visible], step)[0]
         rounded = masses.astype(layer.v.dtype)
         if not (np.isfinite(values).all() and np.isfinite(expected).all()):
             return broken

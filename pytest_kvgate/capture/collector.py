@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture.basis import alibi_slopes, rotate, round_like_product
 from pytest_kvgate.capture.errors import CaptureError
+from pytest_kvgate.capture.sparsity import OwnSelections
 from pytest_kvgate.engine import AttentionRead, ValueRead
 from pytest_kvgate.trace import UNROUNDED, Reference, Step, TraceWriter
 
@@ -35,8 +36,17 @@ class Collector:
     ``values``, the last one also copies V and keeps the attention output.
     """
 
-    def __init__(self, writer: TraceWriter, scratch: Path, n_step: int, *, values: bool) -> None:
+    def __init__(
+        self,
+        writer: TraceWriter,
+        scratch: Path,
+        n_step: int,
+        selections: OwnSelections,
+        *,
+        values: bool,
+    ) -> None:
         self._writer = writer
+        self._selections = selections
         self._scratch = scratch
         self._n_step = n_step
         self._values = values
@@ -56,7 +66,8 @@ class Collector:
         record = self._layers.setdefault(read.index, _LayerRecord(read))
         record.read = read
         n_visible = self.steps[-1].n_visible
-        record.spans.append(_visible_span(read, n_visible))
+        selects = self._selections.take(read, n_visible)
+        record.spans.append(n_visible if selects else _visible_span(read, n_visible))
         record.queries.append(_model_basis(read.queries, read))
         if len(self.steps) == 1 or self._at_last_step:
             path = self._scratch / f"softmax-{read.index}-{len(self.steps)}.npy"
@@ -134,6 +145,7 @@ class Collector:
         read = record.read
         n_head, head_dim = read.queries.shape
         self._writer.write_array(index, "q", np.stack(record.queries))
+        self._selections.write(self._writer, index, len(self.steps))
         if read.sinks is not None:
             self._writer.write_array(index, "sinks", read.sinks)
         entry: dict[str, Any] = {

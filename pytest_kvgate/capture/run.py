@@ -16,8 +16,16 @@ import numpy as np
 from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt
+from pytest_kvgate.capture.sparsity import OwnSelections, stated_top_k
 from pytest_kvgate.engine import Engine, EngineSettings
-from pytest_kvgate.trace import Reference, Step, Trace, TraceWriter, Verification
+from pytest_kvgate.trace import (
+    NativeSparsity,
+    Reference,
+    Step,
+    Trace,
+    TraceWriter,
+    Verification,
+)
 
 #: Compares a fresh trace with the model's own softmax.
 Verify = Callable[[Trace, Reference], Verification]
@@ -29,12 +37,14 @@ class CaptureSettings:
 
     ``steps`` are the sampled decode steps; ``n_context`` bounds prompt plus decode steps, None for
     the context the model was trained with. ``values`` also captures V, at the last sampled step.
+    ``allow_native_sparse`` measures models that select for themselves what they attend to.
     """
 
     steps: range = range(0, 257, 8)
     n_context: int | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
     values: bool = False
+    allow_native_sparse: bool = False
 
 
 def capture(
@@ -53,12 +63,13 @@ def capture(
         Engine(model, settings.engine) as engine,
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
     ):
+        selections = OwnSelections(stated_top_k(engine), allowed=settings.allow_native_sparse)
         tokens = _fitting_tokens(engine, model, prompt, settings)
         state = model.stat()
         digest = background.submit(_sha256, model, state.st_size, state.st_mtime_ns)
         with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
             collector = Collector(
-                writer, Path(scratch), len(settings.steps), values=settings.values
+                writer, Path(scratch), len(settings.steps), selections, values=settings.values
             )
             _decode(engine, prompt, tokens, settings.steps, collector)
             trace = writer.write_document(
@@ -69,7 +80,7 @@ def capture(
                     "file_sha256": digest.result(),
                 },
                 workload={"name": prompt.name, "n_prompt": len(tokens)},
-                capture=_provenance(engine, settings, collector),
+                capture=_provenance(engine, settings, collector, selections.found),
                 layers=collector.write_layers(engine.sliding_window),
                 steps=collector.steps,
             )
@@ -152,7 +163,10 @@ def _quantization(engine: Engine) -> str | None:
 
 
 def _provenance(
-    engine: Engine, settings: CaptureSettings, collector: Collector
+    engine: Engine,
+    settings: CaptureSettings,
+    collector: Collector,
+    sparsity: NativeSparsity | None,
 ) -> Mapping[str, Any]:
     steps = settings.steps
     return {
@@ -166,6 +180,7 @@ def _provenance(
         "n_threads": engine.n_threads,
         "steps": f"{steps.start}:{steps.stop}:{steps.step}",
         "shared_kv_layers": sorted(collector.shared_layers),
+        "native_sparse": None if sparsity is None else sparsity.as_json(),
     }
 
 

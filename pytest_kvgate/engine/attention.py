@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pytest_kvgate.engine.errors import EngineError
 from pytest_kvgate.engine.ggml import MOVES, FloatArray, Ggml, Tensor, float_params, source
 from pytest_kvgate.engine.rotary import find_rotation, rotary_dims
+from pytest_kvgate.engine.sparsity import GATHERED, gathers_from_cache, mask_top_k
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class AttentionRead:
     ``[n_cell]``: minus infinity where hidden. ``rotation`` is the orthonormal ``[r, r]`` matrix
     that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
     that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
-    a layer that reads another layer's cache.
+    a layer that reads another layer's cache. ``top_k`` is the number of cells that a top-k of the
+    model's own lets the mask show, None where the mask is an ordinary one.
     """
 
     index: int
@@ -49,6 +51,7 @@ class AttentionRead:
     n_rot: int
     rotated_last: bool
     shared_keys: bool
+    top_k: int | None
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,8 @@ class AttentionHook:
             return None
         root = Tensor.from_address(keys.view_src) if keys.view_src else keys
         if self._ggml.op(root) != "NONE":
+            if gathers_from_cache(self._ggml, keys):
+                raise EngineError(GATHERED)
             raise EngineError(
                 "this model's attention reads keys of its own batch and not a KV cache (an encoder "
                 "or a diffusion model), so there is nothing to page."
@@ -237,6 +242,7 @@ class AttentionHook:
             n_rot=n_rot,
             rotated_last=rotated_last,
             shared_keys=shared,
+            top_k=mask_top_k(ggml, mask),
         )
 
     def _product(self, node: Tensor) -> tuple[Tensor | None, float, float | None]:
