@@ -13,7 +13,15 @@ from typing import Any
 from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import ReportTarget, report_problem
 
-CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k", "values")
+CAPTURE_OPTIONS = (
+    "ctx",
+    "steps",
+    "ngl",
+    "threads",
+    "cache-type-k",
+    "values",
+    "allow-native-sparse",
+)
 PROFILE_OPTIONS = (
     "page-size",
     "sinks",
@@ -101,15 +109,21 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 def _capture(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
+    from pytest_kvgate.analysis.wording import native_sparsity_note  # noqa: PLC0415
     from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
     engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
-    settings = CaptureSettings(parsed.steps, parsed.ctx, engine, parsed.values)
+    settings = CaptureSettings(
+        parsed.steps, parsed.ctx, engine, parsed.values, parsed.allow_native_sparse
+    )
     trace = capture(
         parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
     )
     print(trace.directory)
+    if trace.native_sparsity is not None:
+        sparsity = trace.native_sparsity
+        print(native_sparsity_note(sparsity.top_k, sparsity.layers))
     checked = trace.verification
     if checked is not None:
         print(

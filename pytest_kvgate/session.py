@@ -60,6 +60,7 @@ def gather_evidence(
             steps=settings.steps,
             n_context=settings.n_context,
             values=settings.values or any(gate.needs_values for gate in gates),
+            allow_native_sparse=settings.allow_native_sparse,
             engine=EngineSettings(
                 n_gpu_layers=settings.n_gpu_layers,
                 n_threads=settings.n_threads,

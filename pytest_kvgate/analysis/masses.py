@@ -2,9 +2,9 @@
 
 The softmax of scaled dot-product attention (Vaswani et al., 2017) with the terms in use today:
 logit softcap (Gemma 2), ALiBi (Press et al., 2022), a sliding window, a learned sink in the
-denominator (gpt-oss), and what a model's own top-k hides (DeepSeek V3.2). The context is streamed in tiles that fit into the processor's cache, each
-relative to its own largest logit, and put on one scale at the end (as in online softmax, Milakov
-and Gimelshein, 2018).
+denominator (gpt-oss), and what a model's own top-k hides (DeepSeek V3.2). The context is streamed
+in tiles that fit into the processor's cache, each relative to its own largest logit, and put on one
+scale at the end (as in online softmax, Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations

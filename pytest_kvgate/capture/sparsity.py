@@ -96,7 +96,9 @@ class OwnSelections:
     @property
     def found(self) -> NativeSparsity | None:
         """What a trace states of the selections; None where the model attends to everything."""
-        return None if self._top_k is None else NativeSparsity(self._top_k, tuple(sorted(self._rows)))
+        return (
+            None if self._top_k is None else NativeSparsity(self._top_k, tuple(sorted(self._rows)))
+        )
 
     def _require_allowed(self, which: str) -> None:
         if not self._allowed:
@@ -104,6 +106,7 @@ class OwnSelections:
                 f"this model's attention is natively sparse ({which}): for each query an indexer "
                 "of its own selects what it attends to, and hides the rest of a context that is "
                 "longer. What is hidden has no mass that a page selector could miss, so coverage "
-                "looks better than it would on a model that attends to everything. "
-                "--kvgate-allow-native-sparse measures it nevertheless, and says so in every report."
+                "looks better than on a model that attends to everything. With "
+                "--kvgate-allow-native-sparse it is measured nevertheless, and every report says "
+                "so."
             )

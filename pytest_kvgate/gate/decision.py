@@ -8,7 +8,7 @@ from dataclasses import replace
 from pytest_kvgate.analysis import SOFTMAX_REFERENCE, SOFTMAX_TOLERANCE, Profile, UndefinedError
 from pytest_kvgate.analysis.findings import dense_layers
 from pytest_kvgate.analysis.pages import BUDGET_GRID
-from pytest_kvgate.analysis.wording import percent, ranges
+from pytest_kvgate.analysis.wording import native_sparsity_note, percent, ranges
 from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
 from pytest_kvgate.gate.observation import observe
 from pytest_kvgate.gate.reasons import go_reason, missed_reason, open_reason
@@ -186,6 +186,9 @@ def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
         for first, end in [profile.grid.eligible(step.n_visible)]
     ):
         yield "the budget buys every eligible page, so nothing was selected"
+    for sparsity in dict.fromkeys(trace.native_sparsity for trace in profile.traces):
+        if sparsity is not None:
+            yield native_sparsity_note(sparsity.top_k, sparsity.layers)
     references = {trace.verification.reference for trace in profile.traces if trace.verification}
     for reference in sorted(references - {SOFTMAX_REFERENCE}):
         yield f"compared with {reference!r}, not with the model's own softmax"

@@ -53,6 +53,7 @@ class Settings:
     budgets: tuple[float, ...]
     selectors: tuple[str, ...] | None
     values: bool
+    allow_native_sparse: bool
     pool: float
     link: float | None
     sweep: tuple[int, ...]
@@ -162,6 +163,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
         budgets=values["budgets"],
         selectors=values["selectors"],
         values=values["values"],
+        allow_native_sparse=values["allow-native-sparse"],
         pool=values["pool"],
         link=values["link"],
         sweep=values["sweep"],

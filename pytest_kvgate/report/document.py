@@ -187,7 +187,7 @@ def _rows(documents: Sequence[Document], key: str) -> list[Document]:
 
 def _trace_row(profile: Profile, *, detailed: bool) -> Document:
     trace: Trace = profile.traces[0]
-    verification = trace.verification
+    verification, sparsity = trace.verification, trace.native_sparsity
     row: Document = {
         "model": dict(trace.model),
         "workload": dict(trace.workload),
@@ -196,6 +196,7 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
         "n_steps": len(trace.steps),
         "strides": list(strides(profile)),
         "verification": None if verification is None else verification.as_json(),
+        "native_sparse": None if sparsity is None else sparsity.as_json(),
         "paged_layers": [layer.index for layer in trace.paged_layers],
         "windowed_layers": [
             {"layer": layer.index, "window": layer.window}

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, distinct, part, percent, ranges, share
+from pytest_kvgate.analysis.wording import (
+    UNDEFINED,
+    distinct,
+    native_sparsity_note,
+    part,
+    percent,
+    ranges,
+    share,
+)
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
@@ -95,6 +103,8 @@ def _headline(document: Document) -> Iterator[str]:
     yield from wrap(f"{shorten(document['subject'], LONGEST_NAME)} ({about})")
     for trace, name in zip(traces, _names(traces, LONGEST_NAME), strict=True):
         yield from wrap(_trace_line(trace, name), "  ")
+        if trace["native_sparse"] is not None:
+            yield from wrap(native_sparsity_note(**trace["native_sparse"]), "    ")
     yield (
         f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
         f"{_recent(settings['recent'])}; eligible mass {share(attention['eligible_mass'])}"

@@ -16,7 +16,6 @@ from pytest_kvgate.trace.errors import TraceError
 from pytest_kvgate.trace.fields import Fields
 from pytest_kvgate.trace.model import (
     SCHEMA,
-    FloatArray,
     Layer,
     NativeSparsity,
     Step,
