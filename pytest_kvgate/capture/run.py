@@ -180,7 +180,7 @@ def _provenance(
         "n_threads": engine.n_threads,
         "steps": f"{steps.start}:{steps.stop}:{steps.step}",
         "shared_kv_layers": sorted(collector.shared_layers),
-        "native_sparse": None if sparsity is None else sparsity.as_json(),
+        **({} if sparsity is None else {"native_sparse": sparsity.as_json()}),
     }
 
 
