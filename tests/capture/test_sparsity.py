@@ -11,12 +11,12 @@ import pytest
 from pytest_kvgate.analysis import PageGrid, Plan, profile_trace, verify_softmax
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture
 from pytest_kvgate.capture.sparsity import OwnSelections
-from pytest_kvgate.engine import AttentionRead, Engine, EngineSettings
+from pytest_kvgate.engine import AttentionRead, Engine, EngineError, EngineSettings
 from pytest_kvgate.trace import NativeSparsity, Reference, Trace, Verification
 from tests.capture.captures import Captures, random_text
 from tests.models import N_LAYER, token_ids
 from tests.plain import head_masses, read_layer
-from tests.sparse_models import sparse_model, with_metadata
+from tests.sparse_models import compressed_model, sparse_model, with_metadata
 from tests.traces import LayerArrays
 
 TEXT = random_text(200)
@@ -193,7 +193,7 @@ def test_a_model_that_attends_to_everything_is_not_marked(
 
 def test_a_sparse_model_that_the_engine_runs_densely(captures: Captures, tmp_path: Path) -> None:
     # as MiniMax M3 is without flash attention; its top-k counts blocks
-    values = {"indexer.top_k": 4, "indexer.block_size": 16}
+    values = {"attention.indexer.top_k": 4, "attention.indexer.block_size": 16}
     model = with_metadata(tmp_path / "dense.gguf", captures.model("llama"), values)
     assert "natively sparse (top-k of 64 tokens)" in refusal(model, tmp_path / "out")
     trace = attempt(model, tmp_path / "out", allowed=True).trace
@@ -202,7 +202,7 @@ def test_a_sparse_model_that_the_engine_runs_densely(captures: Captures, tmp_pat
 
 
 def test_an_indexer_without_a_top_k_selects_nothing(captures: Captures, tmp_path: Path) -> None:
-    values = {"indexer.top_k": 0, "indexer.block_size": 16}
+    values = {"attention.indexer.top_k": 0, "attention.indexer.block_size": 16}
     model = with_metadata(tmp_path / "dense.gguf", captures.model("llama"), values)
     assert attempt(model, tmp_path / "out", allowed=False).trace.native_sparsity is None
 
@@ -218,10 +218,32 @@ def test_an_indexer_without_a_top_k_selects_nothing(captures: Captures, tmp_path
 def test_keys_that_are_no_positions_of_a_cache_are_refused_whatever_is_allowed(
     captures: Captures, tmp_path: Path, allowed: bool, key: str, value: float, what: str
 ) -> None:
-    values = {"indexer.top_k": 64, key: value}
+    values = {"attention.indexer.top_k": 64, f"attention.{key}": value}
     model = with_metadata(tmp_path / "compressed.gguf", captures.model("llama"), values)
     assert refusal(model, tmp_path / "out", allowed=allowed) == (
         f"llama is natively sparse in a way that is not measured: it {what} (its GGUF file has "
         f"llama.attention.{key}), so its attention masses are not those of the positions of a KV "
         "cache, and there are no pages to gate."
     )
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_model_with_compressed_keys_is_refused_by_its_metadata(
+    folder: Path, tmp_path: Path, allowed: bool
+) -> None:
+    model = compressed_model(folder / f"compressed-{allowed}.gguf", top_k=16)
+    found = refusal(model, tmp_path / "out", allowed=allowed)
+    assert found.startswith("deepseek4 is natively sparse in a way that is not measured: it attend")
+
+
+@pytest.mark.parametrize("top_k", [16, WHOLE])
+def test_compressed_keys_are_refused_by_the_graph_alone(folder: Path, top_k: int) -> None:
+    model = compressed_model(folder / f"compressed-{top_k}.gguf", top_k=top_k)
+    tokens, taken = token_ids(TEXT), list[AttentionRead]()
+    with Engine(model, EngineSettings(n_threads=1)) as engine:
+        engine.start(len(tokens) + 1)
+        engine.decode(tokens)
+        engine.hook.arm(taken.append)
+        with pytest.raises(EngineError, match="natively sparse in a way that is not measured: "):
+            engine.decode([80])
+    assert [read.index for read in taken] == [0]  # its window shows no keys but the cache's
