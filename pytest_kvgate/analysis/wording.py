@@ -51,10 +51,10 @@ def native_sparsity_note(top_k: int, layers: Sequence[int]) -> str:
     """Say what a model's own top-k does to its coverage; ``layers`` are those that it masked."""
     text = f"natively sparse attention, top-k of {top_k} tokens: "
     if not layers:
-        return text + "the engine attended to everything, as the model on its own would not"
+        return text + "here the engine attended to everything, where the model was made to select"
     return text + (
-        f"in layer{'s' if len(layers) > 1 else ''} {ranges(layers)} a query attends only to what "
-        "the model selected for it, so coverage looks better than with all positions"
+        f"in layer{'s' if len(layers) > 1 else ''} {ranges(layers)} a query attends to no more "
+        "than the model selects for it; what that hides has no mass, so coverage looks better"
     )
 
 

@@ -16,8 +16,8 @@ TOP_K = 64
 STEPS = "--kvgate-steps=0:9:4"
 ALLOW = "--kvgate-allow-native-sparse"
 NOTE = (
-    f"natively sparse attention, top-k of {TOP_K} tokens: in layers 0-1 a query attends only to "
-    "what the model selected for it, so coverage looks better than with all positions"
+    f"natively sparse attention, top-k of {TOP_K} tokens: in layers 0-1 a query attends to no "
+    "more than the model selects for it; what that hides has no mass, so coverage looks better"
 )
 
 GATES = """
