@@ -6,12 +6,16 @@ import argparse
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_kvgate.options import OPTIONS, Option
-from pytest_kvgate.options.values import ReportTarget, report_problem
+from pytest_kvgate.options.values import ReportTarget, engine_problem, report_problem
+
+if TYPE_CHECKING:
+    from pytest_kvgate.trace import Trace
 
 CAPTURE_OPTIONS = (
     "ctx",
@@ -19,6 +23,8 @@ CAPTURE_OPTIONS = (
     "ngl",
     "threads",
     "cache-type-k",
+    "cache-type-v",
+    "flash-attn",
     "values",
     "allow-native-sparse",
 )
@@ -69,14 +75,26 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
     capture.add_argument("directory", type=Path, help="the trace becomes a folder below this one")
     capture.set_defaults(run=_capture)
+    verify = commands.add_parser(
+        "verify",
+        help="capture with flash attention, and prove it by a second run without, layer by layer",
+    )
+    verify.add_argument("model", type=Path, help="GGUF model")
+    verify.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
+    verify.add_argument(
+        "directory", type=Path, nargs="?", help="keep the trace as a folder below this one"
+    )
+    verify.set_defaults(run=_verify)
     profile = commands.add_parser("profile", help="measure saved traces and print the tables")
     profile.add_argument("traces", type=Path, nargs="+", help="trace folders, pooled per model")
     profile.set_defaults(run=_profile)
     for option in OPTIONS:
         if option.name in CAPTURE_OPTIONS:
             _add(capture, option)
+            _add(verify, option)
         if option.name in PROFILE_OPTIONS:
             _add(profile, option)
+    verify.set_defaults(flash_attn=True)
     return parser
 
 
@@ -108,29 +126,70 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
-    from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
-    from pytest_kvgate.analysis.wording import native_sparsity_note  # noqa: PLC0415
-    from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
+    trace = _captured(parsed, parsed.directory, prove=False)
+    print(trace.directory)
+    return _report_verification(trace)
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from pytest_kvgate.report.verification import layer_error_lines  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        trace = _captured(parsed, parsed.directory or Path(scratch), prove=True)
+        if parsed.directory is not None:
+            print(trace.directory)
+        assert trace.verification is not None
+        layers = [layer.index for layer in trace.layers]
+        stated = trace.verification.as_json()
+        for line in layer_error_lines(trace.workload["name"], layers, stated):
+            print(line)
+        return _report_verification(trace)
+
+
+def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Trace:
+    from pytest_kvgate.analysis import verify_capture  # noqa: PLC0415
+    from pytest_kvgate.capture import (  # noqa: PLC0415
+        CaptureError,
+        CaptureSettings,
+        capture,
+        read_prompt,
+    )
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
-    engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
+    problem = engine_problem(parsed.cache_type_v, flash_attention=parsed.flash_attn)
+    if problem is not None:
+        raise CaptureError(f"--cache-type-v: {problem}.")
     settings = CaptureSettings(
-        parsed.steps, parsed.ctx, engine, parsed.values, parsed.allow_native_sparse
+        steps=parsed.steps,
+        n_context=parsed.ctx,
+        engine=EngineSettings(
+            n_gpu_layers=parsed.ngl,
+            n_threads=parsed.threads,
+            cache_type_k=parsed.cache_type_k,
+            cache_type_v=parsed.cache_type_v,
+            flash_attention=parsed.flash_attn,
+        ),
+        values=parsed.values,
+        prove=prove,
+        allow_native_sparse=parsed.allow_native_sparse,
     )
-    trace = capture(
-        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
-    )
-    print(trace.directory)
+    return capture(parsed.model, read_prompt(parsed.prompt), settings, directory, verify_capture)
+
+
+def _report_verification(trace: Trace) -> int:
+    """Print what the verification found, and native sparsity; return the exit status."""
+    from pytest_kvgate.analysis.wording import native_sparsity_note  # noqa: PLC0415
+
     if trace.native_sparsity is not None:
-        sparsity = trace.native_sparsity
-        print(native_sparsity_note(sparsity.top_k, sparsity.layers))
+        print(native_sparsity_note(trace.native_sparsity.top_k, trace.native_sparsity.layers))
     checked = trace.verification
-    if checked is not None:
-        print(
-            f"verification {checked.status}: {checked.reference} differs from the model's own by "
-            f"at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
-        )
-    return 0 if checked is not None and checked.status == "passed" else 1
+    if checked is None:
+        return 1
+    print(
+        f"verification {checked.status}: the recomputed {checked.reference} and the model's own "
+        f"differ by at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
+    )
+    return 0 if checked.status == "passed" else 1
 
 
 def _profile(parsed: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from pytest_kvgate.analysis import (
     pool,
     profile_on_grids,
     require_pages,
-    verify_softmax,
+    verify_capture,
 )
 from pytest_kvgate.analysis.wording import distinct
 from pytest_kvgate.capture import CaptureError, CaptureSettings, capture, read_prompt
@@ -222,7 +222,7 @@ class Evidence:
                     prompt,
                     self.settings,
                     self.save or self.folder,
-                    verify_softmax,
+                    verify_capture,
                 )
             except EVIDENCE_ERRORS as error:
                 _record(outcome, None, str(error))

@@ -61,10 +61,13 @@ def gather_evidence(
             n_context=settings.n_context,
             values=settings.values or any(gate.needs_values for gate in gates),
             allow_native_sparse=settings.allow_native_sparse,
+            prove=settings.verification == "reference",
             engine=EngineSettings(
                 n_gpu_layers=settings.n_gpu_layers,
                 n_threads=settings.n_threads,
                 cache_type_k=settings.cache_type_k,
+                cache_type_v=settings.cache_type_v,
+                flash_attention=settings.flash_attention,
             ),
         ),
         grid=PageGrid(settings.page_size, settings.sinks, settings.recent),

@@ -24,7 +24,7 @@ def test_capture_writes_a_verified_trace_and_prints_where(
     trace = load_trace(where)
     assert trace.n_context == 910
     assert trace.capture["cache_type_k"] == "q8_0"
-    assert verified.startswith("verification passed: softmax differs from the model's own by at")
+    assert verified.startswith("verification passed: the recomputed softmax and the model's own")
 
 
 def test_profile_prints_the_tables_and_writes_the_report(

@@ -2,6 +2,7 @@
 
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt, read_prompt
-from pytest_kvgate.capture.run import CaptureSettings, Verify, capture
+from pytest_kvgate.capture.run import Verify, capture
+from pytest_kvgate.capture.settings import CaptureSettings
 
 __all__ = ["CaptureError", "CaptureSettings", "Prompt", "Verify", "capture", "read_prompt"]

@@ -6,7 +6,7 @@ on the command line are relative to where pytest was started, paths in an ini fi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from pytest_kvgate.options.table import OPTIONS, Option, given_on_command_line
-from pytest_kvgate.options.values import ReportTarget, check_selectors, report_problem
+from pytest_kvgate.options.values import (
+    ReportTarget,
+    check_selectors,
+    engine_problem,
+    report_problem,
+)
 
 #: Where pytest keeps its configuration, in the order in which it looks.
 INI_FILES = (
@@ -34,8 +39,9 @@ class Settings:
 
     ``traces`` and ``models`` exclude each other; both empty means nothing can be evaluated.
     ``recent`` is a fraction of the context below 1, else tokens; ``steps`` are the sampled decode
-    steps; ``n_context`` None is the context the model was trained with; ``selectors`` None are all;
-    ``pool`` is a multiple of a step's pages; ``link`` is in GB/s; ``sweep`` are page sizes.
+    steps; ``n_context`` None is the context the model was trained with; ``verification`` is
+    "capture" or "reference"; ``selectors`` None are all; ``pool`` is a multiple of a step's pages;
+    ``link`` is in GB/s; ``sweep`` are page sizes.
     """
 
     models: tuple[Path, ...]
@@ -46,6 +52,9 @@ class Settings:
     n_gpu_layers: int
     n_threads: int | None
     cache_type_k: str
+    cache_type_v: str
+    flash_attention: bool
+    verification: str
     save: Path | None
     page_size: int
     sinks: int
@@ -125,7 +134,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
             "kvgate: both a model and a saved trace are given; give --kvgate-model to capture one, "
             "or --kvgate-trace to judge a saved one."
         )
-    _check_combination(config, models, traces, values["prompt"])
+    _check_combination(config, models, traces, values)
     for kind, paths in (("model", models), ("prompt", values["prompt"]), ("trace", traces)):
         places = [path.resolve() for path in paths]
         repeated = [path for number, path in enumerate(paths) if places[number] in places[:number]]
@@ -156,6 +165,9 @@ def resolve_settings(config: pytest.Config) -> Settings:
         n_gpu_layers=values["ngl"],
         n_threads=values["threads"],
         cache_type_k=values["cache-type-k"],
+        cache_type_v=values["cache-type-v"],
+        flash_attention=values["flash-attn"],
+        verification=values["verify"],
         save=save,
         page_size=values["page-size"],
         sinks=values["sinks"],
@@ -224,9 +236,12 @@ def _check_combination(
     config: pytest.Config,
     models: tuple[Path, ...],
     traces: tuple[Path, ...],
-    prompts: tuple[Path, ...],
+    values: Mapping[str, Any],
 ) -> None:
-    if models and not prompts:
+    problem = engine_problem(values["cache-type-v"], flash_attention=values["flash-attn"])
+    if models and problem is not None:
+        raise pytest.UsageError(f"kvgate: --kvgate-cache-type-v: {problem}.")
+    if models and not values["prompt"]:
         raise pytest.UsageError(
             f"kvgate: model {models[0]} needs a prompt to read; give --kvgate-prompt FILE, a text "
             "like the ones the model will serve."

@@ -11,16 +11,20 @@ import pytest
 
 from pytest_kvgate.options.values import (
     CACHE_TYPES,
+    VALUE_CACHE_TYPES,
     parse_budgets,
     parse_cache_type,
     parse_flag,
     parse_link,
+    parse_on_off,
     parse_pages,
     parse_pool,
     parse_recent,
     parse_report,
     parse_selectors,
     parse_steps,
+    parse_value_cache_type,
+    parse_verification,
     whole_number,
 )
 
@@ -110,6 +114,31 @@ OPTIONS: tuple[Option, ...] = (
         f"K cache data type: {', '.join(CACHE_TYPES)} [f16]",
         parse_cache_type,
         "f16",
+        capture_only=True,
+    ),
+    Option(
+        "cache-type-v",
+        "TYPE",
+        f"V cache data type: {', '.join(VALUE_CACHE_TYPES)} [f16]; quantized with flash attention",
+        parse_value_cache_type,
+        "f16",
+        capture_only=True,
+    ),
+    Option(
+        "flash-attn",
+        "on|off",
+        "flash attention, which leaves no softmax to compare the capture with [off]",
+        parse_on_off,
+        "off",
+        capture_only=True,
+    ),
+    Option(
+        "verify",
+        "WITH",
+        "capture: with what the capture itself shows; reference: with flash attention, also with "
+        "the softmax of a second run without it [capture]",
+        parse_verification,
+        "capture",
         capture_only=True,
     ),
     Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pytest_kvgate.analysis.verification import UNFUSED_REFERENCE
 from pytest_kvgate.analysis.wording import (
     UNDEFINED,
     distinct,
@@ -17,6 +18,7 @@ from pytest_kvgate.analysis.wording import (
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
+from pytest_kvgate.report.verification import layer_error_lines
 from pytest_kvgate.report.wording import NAMES, gate_scope, measured
 
 #: Columns that the name of a model or a workload may take.
@@ -44,11 +46,14 @@ def profile_lines(document: Document, *, verbose: bool = False) -> Iterator[str]
     ``verbose`` adds the tables of details.
     """
     yield from _headline(document)
+    verified = [_layer_errors(document, verbose=verbose)]
     if not document["coverage"]:
         yield "  A trace failed its verification, so no number of this model is shown."
+        yield ""
+        yield from blocks(verified)
         return
     yield ""
-    parts = [_coverage(document)]
+    parts = [*verified, _coverage(document)]
     if len(document["traces"]) > 1:
         parts.append(_alone(document))
     parts += [_gap(document), _dense(document)]
@@ -130,6 +135,8 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
         error = verification["max_abs_error"]
         found = "not a number" if error is None else f"{error:.2g}"
         checked = f"verification FAILED, error {found}"
+    elif trace["smoke_tested"]:
+        checked = f"SMOKE-TESTED ONLY: attention output to {verification['max_abs_error']:.1e}"
     else:
         checked = f"{verification['reference']} verified to {verification['max_abs_error']:.1e}"
     windowed = len(trace["windowed_layers"])
@@ -141,6 +148,17 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
         f"{_count(trace['n_steps'], 'step')}, "
         f"{layers}; {checked}"
     )
+
+
+def _layer_errors(document: Document, *, verbose: bool) -> Iterator[str]:
+    """Yield the layers' errors of traces that failed, or were proved by a second run."""
+    traces = document["traces"]
+    for trace, name in zip(traces, _names(traces, 30), strict=True):
+        checked = trace["verification"]
+        if checked is None:
+            continue
+        if verbose or checked["status"] == "failed" or checked["reference"] == UNFUSED_REFERENCE:
+            yield from layer_error_lines(name, trace["all_layers"], checked)
 
 
 def _coverage(document: Document) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureSettings, Prompt, capture
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.trace import Reference, Trace, Verification
@@ -54,7 +55,7 @@ class Captures:
 
     folder: Path
     _models: dict[tuple[str, Shape | None], Path] = field(default_factory=dict)
-    _captured: dict[tuple[Path, str, range, Prompt, bool], Captured] = field(default_factory=dict)
+    _captured: dict[tuple[Path, Prompt, CaptureSettings], Captured] = field(default_factory=dict)
 
     def model(self, architecture: str, shape: Shape | None = None) -> Path:
         """Return a tiny model."""
@@ -73,25 +74,30 @@ class Captures:
         steps: range = STEPS,
         prompt: Prompt = PROMPT,
         values: bool = False,
+        cache_type_v: str = "f16",
+        flash_attention: bool = False,
+        prove: bool = False,
     ) -> Captured:
         """Return the capture of a tiny model."""
-        return self.of(self.model(architecture, shape), cache_type_k, steps, prompt, values)
+        engine = EngineSettings(
+            n_threads=1,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            flash_attention=flash_attention,
+        )
+        settings = CaptureSettings(steps=steps, engine=engine, values=values, prove=prove)
+        return self.of(self.model(architecture, shape), prompt, settings)
 
-    def of(
-        self, model: Path, cache_type_k: str, steps: range, prompt: Prompt, values: bool
-    ) -> Captured:
+    def of(self, model: Path, prompt: Prompt, settings: CaptureSettings) -> Captured:
         """Return the capture of a model file."""
-        key = (model, cache_type_k, steps, prompt, values)
+        key = (model, prompt, settings)
         if key not in self._captured:
-            engine = EngineSettings(n_threads=1, cache_type_k=cache_type_k)
-            settings = CaptureSettings(steps=steps, engine=engine, values=values)
             kept: list[Reference] = []
-            folder = self.folder / f"reference-{len(self._captured)}"
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
 
             def verify(trace: Trace, reference: Reference) -> Verification:
                 kept.append(_copy(reference, folder))
-                return verify_softmax(trace, reference)
+                return verify_capture(trace, reference)
 
             trace = capture(model, prompt, settings, self.folder / "traces", verify)
             self._captured[key] = Captured(model, trace, kept[0])
@@ -102,4 +108,7 @@ def _copy(reference: Reference, folder: Path) -> Reference:
     softmax = tuple(
         tuple(Path(shutil.copy(path, folder)) for path in paths) for paths in reference.softmax
     )
-    return replace(reference, softmax=softmax)
+    values = reference.values
+    if values is not None:
+        values = tuple(Path(shutil.copy(path, folder)) for path in values)
+    return replace(reference, softmax=softmax, values=values)

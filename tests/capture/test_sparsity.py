@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_kvgate.analysis import PageGrid, Plan, profile_trace, verify_softmax
+from pytest_kvgate.analysis import PageGrid, Plan, profile_trace, verify_capture
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture
 from pytest_kvgate.capture.sparsity import OwnSelections
 from pytest_kvgate.engine import AttentionRead, Engine, EngineError, EngineSettings
@@ -46,18 +46,27 @@ def model_of(folder: Path, architecture: str, top_k: int) -> Path:
     return path if path.exists() else sparse_model(path, architecture, top_k=top_k)
 
 
-def attempt(model: Path, out: Path, *, allowed: bool, values: bool = False) -> Measured:
+def attempt(
+    model: Path,
+    out: Path,
+    *,
+    allowed: bool,
+    values: bool = False,
+    engine: EngineSettings | None = None,
+    prove: bool = False,
+) -> Measured:
     hidden: list[list[np.ndarray]] = []
 
     def verify(trace: Trace, reference: Reference) -> Verification:
         for paths in reference.softmax:
             hidden.append([~np.load(path).any(axis=0) for path in paths])
-        return verify_softmax(trace, reference)
+        return verify_capture(trace, reference)
 
     settings = CaptureSettings(
         STEPS,
-        engine=EngineSettings(n_threads=1),
+        engine=engine or EngineSettings(n_threads=1),
         values=values,
+        prove=prove,
         allow_native_sparse=allowed,
     )
     return Measured(capture(model, Prompt("letters", TEXT), settings, out, verify), hidden)
@@ -78,11 +87,11 @@ def reads(folder: Path) -> dict[int, list[AttentionRead]]:
         taken: list[AttentionRead] = []
         model = model_of(folder, "deepseek32", top_k)
         with Engine(model, EngineSettings(n_threads=1)) as engine:
-            engine.start(len(tokens) + 1)
-            engine.decode(tokens)
-            engine.hook.arm(taken.append)
-            engine.decode([80])
-            engine.hook.disarm()
+            context = engine.start(len(tokens) + 1)
+            context.decode(tokens)
+            context.hook.arm(taken.append)
+            context.decode([80])
+            context.hook.disarm()
         found[top_k] = taken
     return found
 
@@ -163,6 +172,30 @@ def test_a_context_below_the_top_k_hides_nothing_and_is_marked_all_the_same(
         assert layer.visible.sum(axis=1).tolist() == N_VISIBLE
 
 
+@pytest.mark.parametrize("top_k", [CUT, WHOLE])
+@pytest.mark.parametrize(
+    ("cache_type", "prove"),
+    # latent attention keeps K and V in one cache, and a quantized V has no proof
+    [("f16", False), ("f16", True), ("q8_0", False)],
+)
+def test_flash_attention_shows_what_was_selected_as_well(
+    folder: Path, tmp_path: Path, cache_type: str, top_k: int, prove: bool
+) -> None:
+    engine = EngineSettings(
+        n_threads=1, cache_type_k=cache_type, cache_type_v=cache_type, flash_attention=True
+    )
+    model = model_of(folder, "deepseek32", top_k)
+    measured = attempt(model, tmp_path, allowed=True, engine=engine, prove=prove)
+    trace = measured.trace
+    assert trace.verification is not None
+    assert trace.verification.status == "passed"
+    assert trace.verification.max_abs_error < (1e-5 if prove else 1e-2)
+    assert trace.native_sparsity == NativeSparsity(top_k, (0, 1))
+    for layer in trace.layers:
+        assert layer.visible is not None
+        assert layer.visible.sum(axis=1).tolist() == [min(top_k, n) for n in N_VISIBLE]
+
+
 def test_hidden_positions_have_no_mass_so_a_budget_of_the_top_k_holds_it_all(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -241,9 +274,9 @@ def test_compressed_keys_are_refused_by_the_graph_alone(folder: Path, top_k: int
     model = compressed_model(folder / f"compressed-{top_k}.gguf", top_k=top_k)
     tokens, taken = token_ids(TEXT), list[AttentionRead]()
     with Engine(model, EngineSettings(n_threads=1)) as engine:
-        engine.start(len(tokens) + 1)
-        engine.decode(tokens)
-        engine.hook.arm(taken.append)
+        context = engine.start(len(tokens) + 1)
+        context.decode(tokens)
+        context.hook.arm(taken.append)
         with pytest.raises(EngineError, match="natively sparse in a way that is not measured: "):
-            engine.decode([80])
+            context.decode([80])
     assert [read.index for read in taken] == [0]  # its window shows no keys but the cache's
