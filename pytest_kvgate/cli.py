@@ -31,6 +31,7 @@ CAPTURE_OPTIONS = (
     "flash-attn",
     "values",
     "ignore-eos",
+    "allow-native-sparse",
 )
 PROFILE_OPTIONS = (
     "page-size",
@@ -178,6 +179,7 @@ def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Tr
         values=parsed.values,
         prove=prove,
         ignore_eos=parsed.ignore_eos,
+        allow_native_sparse=parsed.allow_native_sparse,
     )
     prompt = read_prompt(parsed.prompt)
     if parsed.continuation is not None:
@@ -187,8 +189,12 @@ def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Tr
 
 def _report_verification(trace: Trace) -> int:
     """Print what the verification found, and what else to know; return the exit status."""
+    from pytest_kvgate.analysis.wording import native_sparsity_note  # noqa: PLC0415
+
     if trace.eos_ignored_from is not None:
         print(f"end of text ignored from decode step {trace.eos_ignored_from} on")
+    if trace.native_sparsity is not None:
+        print(native_sparsity_note(trace.native_sparsity.top_k, trace.native_sparsity.layers))
     checked = trace.verification
     if checked is None:
         return 1

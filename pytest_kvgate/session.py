@@ -60,6 +60,7 @@ def gather_evidence(
             steps=settings.steps,
             n_context=settings.n_context,
             values=settings.values or any(gate.needs_values for gate in gates),
+            allow_native_sparse=settings.allow_native_sparse,
             prove=settings.verification == "reference",
             ignore_eos=settings.ignore_eos,
             engine=EngineSettings(
