@@ -1,7 +1,29 @@
 """From a model and a prompt to a verified trace."""
 
+from pytest_kvgate.capture.control_model import (
+    ControlModel,
+    control_model,
+    control_prompt,
+    write_control_model,
+)
+from pytest_kvgate.capture.controls import Controls, HeadKeys, PageKind, Pattern
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt, read_prompt
 from pytest_kvgate.capture.run import CaptureSettings, Verify, capture
 
-__all__ = ["CaptureError", "CaptureSettings", "Prompt", "Verify", "capture", "read_prompt"]
+__all__ = [
+    "CaptureError",
+    "CaptureSettings",
+    "ControlModel",
+    "Controls",
+    "HeadKeys",
+    "PageKind",
+    "Pattern",
+    "Prompt",
+    "Verify",
+    "capture",
+    "control_model",
+    "control_prompt",
+    "read_prompt",
+    "write_control_model",
+]
