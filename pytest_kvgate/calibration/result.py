@@ -10,8 +10,8 @@ from typing import Any
 #: The largest difference between a measured and an expected number that is accepted.
 TOLERANCE = 1e-3
 
-#: The name of what concerns all patterns at once.
-ALL_PATTERNS = "all"
+#: What stands in the place of a pattern for the whole model, and for the capture itself.
+WHOLE_MODEL, CAPTURE = "whole model", "capture"
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Comparison:
         return self.difference <= self.tolerance
 
     def __str__(self) -> str:
+        what = self.measure.replace("_", " ")
         of = "" if self.selector is None else f" of {self.selector}"
         at = "" if self.unit is None else f" at {self.unit}"
         return (
-            f"{self.pattern}: {self.measure.replace('_', ' ')}{of}{at} is {self.measured:.6g}, expected "
-            f"{self.expected:.6g}"
+            f"{self.pattern}: {what}{of}{at} is {self.measured:.6g}, expected {self.expected:.6g}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -83,24 +83,24 @@ class Calibration:
 
     @property
     def worst(self) -> float:
-        """The largest difference of a pattern's number."""
-        of_patterns = [item for item in self.comparisons if item.pattern != ALL_PATTERNS]
+        """The largest difference of a number that was computed beforehand."""
+        of_patterns = [item for item in self.comparisons if item.pattern != CAPTURE]
         return max((item.difference for item in of_patterns), default=math.inf)
 
     @property
     def summary(self) -> str:
         """The outcome in one sentence."""
         if self.calibrated:
-            names = {item.pattern for item in self.comparisons} - {ALL_PATTERNS}
+            names = {item.pattern for item in self.comparisons} - {WHOLE_MODEL, CAPTURE}
             return (
                 f"instrument calibrated: {len(names)} control patterns measured as computed "
                 f"beforehand, worst difference {self.worst:.1e}"
             )
         if self.problem is not None or not self.off:
             return f"instrument OFF: {self.problem or 'nothing was compared'}"
-        names = dict.fromkeys(comparison.pattern for comparison in self.off)
+        patterns = dict.fromkeys(comparison.pattern for comparison in self.off)
         others = len(self.off) - 1
-        more = "" if not others else f"; {others} more numbers are off ({', '.join(names)})"
+        more = "" if not others else f"; {others} more numbers are off ({', '.join(patterns)})"
         return f"instrument OFF: {self.off[0]}{more}"
 
     def as_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pytest_kvgate.analysis import (
     verify_softmax,
 )
 from pytest_kvgate.calibration.expected import Unit, expected_unit
-from pytest_kvgate.calibration.result import ALL_PATTERNS, Calibration, Comparison
+from pytest_kvgate.calibration.result import CAPTURE, WHOLE_MODEL, Calibration, Comparison
 from pytest_kvgate.capture import (
     CaptureSettings,
     Controls,
@@ -34,6 +34,8 @@ from pytest_kvgate.trace import Trace, TraceError
 
 #: Numbers of a unit that need no selector, by the name of the profile's array.
 _SHAPES = ("eligible_mass", "support", "hottest")
+#: Those of a selector.
+_BY_SELECTOR = ("coverage", "total_mass")
 
 
 def calibrate(settings: CaptureSettings, controls: Controls | None = None) -> Calibration:
@@ -43,8 +45,7 @@ def calibrate(settings: CaptureSettings, controls: Controls | None = None) -> Ca
     is the outcome's ``problem``.
     """
     controls = controls or Controls()
-    engine = settings.engine
-    described = {**asdict(controls), **asdict(engine)}
+    described = {**asdict(controls), **asdict(settings.engine)}
     described["steps"] = f"{controls.steps.start}:{controls.steps.stop}:{controls.steps.step}"
     try:
         with tempfile.TemporaryDirectory(prefix="kvgate-") as folder:
@@ -67,25 +68,50 @@ def _captured(folder: Path, settings: CaptureSettings, controls: Controls) -> Tr
 
 def _compare(trace: Trace, controls: Controls) -> Iterator[Comparison]:
     """Yield every number that is known beforehand beside the one that gates would be judged on."""
-    grid = PageGrid(controls.page_size, controls.sinks, controls.recent)
-    profile = profile_trace(trace, grid, Plan((controls.budget,)))
     checked = trace.verification
     if checked is None:
         raise TraceError(f"the trace of the control model ({trace.label}) was not verified.")
     yield Comparison(
-        ALL_PATTERNS,
+        CAPTURE,
         f"{checked.reference} error",
         None,
         0.0,
         checked.max_abs_error,
         tolerance=checked.tolerance,
     )
-    for layer, pattern in enumerate(controls.patterns()):
-        units = [
+    patterns = controls.patterns()
+    profile = _profile(trace, patterns, controls)
+    units = [
+        [
             [expected_unit(controls, pattern, row, head) for head in range(controls.n_head_kv)]
             for row in range(len(controls.steps))
         ]
-        yield from _compare_pattern(profile, layer, pattern, units, controls)
+        for pattern in patterns
+    ]
+    for layer, pattern in enumerate(patterns):
+        yield from _compare_pattern(profile, layer, pattern, units[layer], controls)
+    every = [unit for of_layer in units for heads in of_layer for unit in heads]
+    for name in _BY_SELECTOR:
+        for selector in SELECTORS:
+            expected = [getattr(unit, name).get(selector) for unit in every]
+            if None not in expected:
+                mean = profile.measure(name, selector, controls.budget)
+                yield Comparison(WHOLE_MODEL, name, selector, fmean(expected), mean)
+
+
+def _profile(trace: Trace, patterns: Sequence[Pattern], controls: Controls) -> Profile:
+    """Measure the trace; an error names the pattern it comes from."""
+    grid = PageGrid(controls.page_size, controls.sinks, controls.recent)
+    plan = Plan((controls.budget,))
+    try:
+        return profile_trace(trace, grid, plan)
+    except Exception:
+        for layer, pattern in zip(trace.layers, patterns, strict=False):
+            try:
+                profile_trace(replace(trace, layers=(layer,)), grid, plan)
+            except Exception as error:
+                raise TraceError(f"{pattern.name} cannot be measured: {error}") from error
+        raise
 
 
 def _compare_pattern(
@@ -103,7 +129,7 @@ def _compare_pattern(
         values = getattr(profile, name)[found]
         measured = _by_step(values, decoded, controls)
         yield _worst(pattern.name, name, None, expected, measured, _mean(values), controls)
-    for name in ("coverage", "total_mass"):
+    for name in _BY_SELECTOR:
         for selector in SELECTORS:
             if selector not in getattr(units[0][0], name):
                 continue
@@ -139,8 +165,8 @@ def _worst(
     mean_compared = Comparison(pattern, measure, selector, of_mean, mean)
     units = []
     for step, wanted, got in zip(controls.steps, expected, measured, strict=True):
-        got = got if len(got) == len(wanted) else [float("nan")] * len(wanted)
-        for head, (value, number) in enumerate(zip(wanted, got, strict=True)):
+        complete = got if len(got) == len(wanted) else [float("nan")] * len(wanted)
+        for head, (value, number) in enumerate(zip(wanted, complete, strict=True)):
             unit = f"step {step}, KV head {head}"
             units.append(Comparison(pattern, measure, selector, value, number, unit))
     worst = max(units, key=lambda comparison: comparison.difference)

@@ -48,7 +48,7 @@ class HeadKeys:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One layer: ``keys`` per KV head, and the ``strengths`` of its query heads at the first step."""
+    """One layer: ``keys`` per KV head, ``strengths`` per query head at the first step."""
 
     name: str
     keys: tuple[HeadKeys, ...]
