@@ -13,7 +13,8 @@ from typing import Any
 from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import ReportTarget, report_problem
 
-CAPTURE_OPTIONS = ("ctx", "steps", "ngl", "threads", "cache-type-k", "values")
+ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k")
+CAPTURE_OPTIONS = ("ctx", "steps", *ENGINE_OPTIONS, "values")
 PROFILE_OPTIONS = (
     "page-size",
     "sinks",
@@ -29,7 +30,7 @@ PROFILE_OPTIONS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 1 where there is no trace to be believed."""
+    """Run the command; returns the exit status: 0, or 1 where nothing can be believed."""
     from pytest_kvgate.pipeline import EVIDENCE_ERRORS, EvidenceError  # noqa: PLC0415
 
     for stream in (sys.stdout, sys.stderr):
@@ -64,7 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     profile = commands.add_parser("profile", help="measure saved traces and print the tables")
     profile.add_argument("traces", type=Path, nargs="+", help="trace folders, pooled per model")
     profile.set_defaults(run=_profile)
+    calibrate = commands.add_parser(
+        "calibrate", help="check on control models that what is measured is right"
+    )
+    calibrate.set_defaults(run=_calibrate)
     for option in OPTIONS:
+        if option.name in ENGINE_OPTIONS:
+            _add(calibrate, option)
         if option.name in CAPTURE_OPTIONS:
             _add(capture, option)
         if option.name in PROFILE_OPTIONS:
@@ -117,6 +124,20 @@ def _capture(parsed: argparse.Namespace) -> int:
             f"at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
         )
     return 0 if checked is not None and checked.status == "passed" else 1
+
+
+def _calibrate(parsed: argparse.Namespace) -> int:
+    from pytest_kvgate.calibration import calibrate  # noqa: PLC0415
+    from pytest_kvgate.capture import CaptureSettings  # noqa: PLC0415
+    from pytest_kvgate.engine import EngineSettings, require_llama  # noqa: PLC0415
+    from pytest_kvgate.report.calibration import calibration_lines  # noqa: PLC0415
+
+    require_llama()
+    engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
+    outcome = calibrate(CaptureSettings(engine=engine))
+    for line in calibration_lines(outcome.as_json()):
+        print(line)
+    return 0 if outcome.calibrated else 1
 
 
 def _profile(parsed: argparse.Namespace) -> int:
