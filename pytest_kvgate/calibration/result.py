@@ -98,10 +98,12 @@ class Calibration:
             )
         if self.problem is not None or not self.off:
             return f"instrument OFF: {self.problem or 'nothing was compared'}"
-        patterns = dict.fromkeys(comparison.pattern for comparison in self.off)
-        others = len(self.off) - 1
-        more = "" if not others else f"; {others} more numbers are off ({', '.join(patterns)})"
-        return f"instrument OFF: {self.off[0]}{more}"
+        first, *others = self.off
+        text = f"instrument OFF: {first}"
+        if others:
+            names = dict.fromkeys(item.pattern for item in others)
+            text += f"; {len(others)} more off ({', '.join(names)})"
+        return text
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, as a report holds them."""

@@ -16,6 +16,7 @@ from pytest_kvgate.analysis import (
     PageGrid,
     Plan,
     Profile,
+    UndefinedError,
     profile_trace,
     verify_softmax,
 )
@@ -134,9 +135,12 @@ def _compare_pattern(
             if selector not in getattr(units[0][0], name):
                 continue
             expected = [[getattr(unit, name)[selector] for unit in heads] for heads in units]
-            samples = profile.samples(name, selector, controls.budget, (layer,))
-            measured = _by_step(samples.value, samples.decode_index, controls)
-            mean = profile.measure(name, selector, controls.budget, layers=(layer,))
+            try:
+                samples = profile.samples(name, selector, controls.budget, (layer,))
+                measured = _by_step(samples.value, samples.decode_index, controls)
+                mean = profile.measure(name, selector, controls.budget, layers=(layer,))
+            except UndefinedError:  # every unit was skipped
+                measured, mean = [[] for _ in controls.steps], float("nan")
             yield _worst(pattern.name, name, selector, expected, measured, mean, controls)
 
 

@@ -153,7 +153,7 @@ class Controls:
             Pattern(
                 "decoys",
                 tuple(HeadKeys(self._decoys(head)) for head in heads),
-                self._strengths(1.5),
+                self._strengths(1.2),
             ),
             Pattern(
                 "opposed",
