@@ -91,9 +91,9 @@ class Calibration:
     def summary(self) -> str:
         """The outcome in one sentence."""
         if self.calibrated:
-            names = {item.pattern for item in self.comparisons} - {WHOLE_MODEL, CAPTURE}
+            patterns = {item.pattern for item in self.comparisons} - {WHOLE_MODEL, CAPTURE}
             return (
-                f"instrument calibrated: {len(names)} control patterns measured as computed "
+                f"instrument calibrated: {len(patterns)} control patterns measured as computed "
                 f"beforehand, worst difference {self.worst:.1e}"
             )
         if self.problem is not None or not self.off:
