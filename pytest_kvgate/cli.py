@@ -8,10 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import ReportTarget, report_problem
+
+if TYPE_CHECKING:
+    from pytest_kvgate.engine import EngineSettings
 
 ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k")
 CAPTURE_OPTIONS = ("ctx", "steps", *ENGINE_OPTIONS, "values")
@@ -107,14 +110,12 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
-    from pytest_kvgate.analysis import verify_softmax  # noqa: PLC0415
+    from pytest_kvgate.analysis import verify_capture  # noqa: PLC0415
     from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
-    from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
-    engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
-    settings = CaptureSettings(parsed.steps, parsed.ctx, engine, parsed.values)
+    settings = CaptureSettings(parsed.steps, parsed.ctx, _engine(parsed), parsed.values)
     trace = capture(
-        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_softmax
+        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_capture
     )
     print(trace.directory)
     checked = trace.verification
@@ -126,15 +127,20 @@ def _capture(parsed: argparse.Namespace) -> int:
     return 0 if checked is not None and checked.status == "passed" else 1
 
 
+def _engine(parsed: argparse.Namespace) -> EngineSettings:
+    from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
+
+    return EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
+
+
 def _calibrate(parsed: argparse.Namespace) -> int:
     from pytest_kvgate.calibration import calibrate  # noqa: PLC0415
     from pytest_kvgate.capture import CaptureSettings  # noqa: PLC0415
-    from pytest_kvgate.engine import EngineSettings, require_llama  # noqa: PLC0415
+    from pytest_kvgate.engine import require_llama  # noqa: PLC0415
     from pytest_kvgate.report.calibration import calibration_lines  # noqa: PLC0415
 
     require_llama()
-    engine = EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
-    outcome = calibrate(CaptureSettings(engine=engine))
+    outcome = calibrate(CaptureSettings(engine=_engine(parsed)))
     for line in calibration_lines(outcome.as_json()):
         print(line)
     return 0 if outcome.calibrated else 1

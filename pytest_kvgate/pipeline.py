@@ -22,7 +22,7 @@ from pytest_kvgate.analysis import (
     pool,
     profile_on_grids,
     require_pages,
-    verify_softmax,
+    verify_capture,
 )
 from pytest_kvgate.analysis.wording import distinct
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture, read_prompt
@@ -216,7 +216,7 @@ class Evidence:
         """Capture now; return where the trace lies, or why there is none."""
         self.announce(f"capturing {source.label}")
         try:
-            trace = capture(model, prompt, self.settings, self.save or self.folder, verify_softmax)
+            trace = capture(model, prompt, self.settings, self.save or self.folder, verify_capture)
         except EVIDENCE_ERRORS as error:
             return {"directory": None, "error": str(error)}
         if self.save is not None:

@@ -130,11 +130,26 @@ class GateSession:
         """The page size of gates that name none, in tokens."""
         return self.evidence.grid.page_size
 
+    def require_calibrated(self) -> None:
+        """Ask for the calibration, if one is wanted.
+
+        Raises:
+            EvidenceError: the instrument is off.
+        """
+        if self.calibration is None:
+            return
+        outcome = self.calibration()
+        if not outcome["calibrated"]:
+            raise EvidenceError(
+                f"{outcome['summary']}. No number of this run can be believed; `kvgate calibrate` "
+                "shows all that were compared."
+            )
+
     def judge(self, gate_id: str, gate: Gate, subject: Subject) -> GateResult:
         """Return the verdict on one model; evidence that cannot be had makes it INVALID."""
         page_size = gate.page_size or self.page_size
         try:
-            self._require_calibrated()
+            self.require_calibrated()
             profile = self.evidence.profile(subject, page_size)
             self.describe(subject, page_size)
         except EvidenceError as error:
@@ -148,7 +163,7 @@ class GateSession:
             EvidenceError: a source could not be had, or is not what the model read; or the
                 calibration says that no number can be believed.
         """
-        self._require_calibrated()
+        self.require_calibrated()
         profile = self.evidence.profile(subject, page_size)
         distrust = distrust_reason(profile)
         if distrust is not None:
@@ -162,7 +177,7 @@ class GateSession:
             EvidenceError: a source could not be captured, loaded or measured, or the calibration
                 says that no number can be believed.
         """
-        self._require_calibrated()
+        self.require_calibrated()
         key = f"{subject.label} at {page_size}"
         if key not in self.documents:
             self.documents[key] = profile_document(
@@ -173,17 +188,6 @@ class GateSession:
                 self.link,
             )
         return self.documents[key]
-
-    def _require_calibrated(self) -> None:
-        """Raise EvidenceError where a calibration was asked for and the instrument is off."""
-        if self.calibration is None:
-            return
-        outcome = self.calibration()
-        if not outcome["calibrated"]:
-            raise EvidenceError(
-                f"{outcome['summary']}. No number of this run can be believed; `kvgate calibrate` "
-                "shows all that were compared."
-            )
 
     def _swept(self, subject: Subject) -> list[Profile]:
         """Return the profiles at the page sizes to compare that leave a page to select."""

@@ -25,7 +25,7 @@ from pytest_kvgate.analysis.selectors import (
 from pytest_kvgate.analysis.verification import (
     SOFTMAX_REFERENCE,
     SOFTMAX_TOLERANCE,
-    verify_softmax,
+    verify_capture,
 )
 
 __all__ = [
@@ -50,5 +50,5 @@ __all__ = [
     "profile_on_grids",
     "profile_trace",
     "require_pages",
-    "verify_softmax",
+    "verify_capture",
 ]

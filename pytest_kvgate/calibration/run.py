@@ -18,7 +18,7 @@ from pytest_kvgate.analysis import (
     Profile,
     UndefinedError,
     profile_trace,
-    verify_softmax,
+    verify_capture,
 )
 from pytest_kvgate.calibration.expected import Unit, expected_unit
 from pytest_kvgate.calibration.result import CAPTURE, WHOLE_MODEL, Calibration, Comparison
@@ -64,7 +64,7 @@ def _captured(folder: Path, settings: CaptureSettings, controls: Controls) -> Tr
     path = folder / "control.gguf"
     write_control_model(path, model)
     settings = replace(settings, steps=controls.steps, n_context=None)
-    return capture(path, control_prompt(model), settings, folder, verify_softmax)
+    return capture(path, control_prompt(model), settings, folder, verify_capture)
 
 
 def _compare(trace: Trace, controls: Controls) -> Iterator[Comparison]:

@@ -9,7 +9,8 @@ from pytest_kvgate.capture.control_model import (
 from pytest_kvgate.capture.controls import Controls, HeadKeys, PageKind, Pattern
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt, read_prompt
-from pytest_kvgate.capture.run import CaptureSettings, Verify, capture
+from pytest_kvgate.capture.run import Verify, capture
+from pytest_kvgate.capture.settings import CaptureSettings
 
 __all__ = [
     "CaptureError",

@@ -12,34 +12,39 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture.basis import alibi_slopes, rotate, round_like_product
 from pytest_kvgate.capture.errors import CaptureError
+from pytest_kvgate.capture.settings import CaptureSettings
 from pytest_kvgate.engine import AttentionRead, ValueRead
-from pytest_kvgate.trace import UNROUNDED, Reference, Step, TraceWriter
+from pytest_kvgate.trace import UNROUNDED, FloatArray, Reference, Step, TraceWriter
 
 
 @dataclass
 class _LayerRecord:
-    """One KV layer as it grows: its latest read, and per step its q, span and window."""
+    """One KV layer as it grows: its latest read, and per step its q and span.
+
+    ``checked``, ``softmax`` and ``outputs`` have an entry for each checked step; ``values`` is V.
+    """
 
     read: AttentionRead
     queries: list[NDArray[np.float32]] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
     checked: list[NDArray[np.float32]] = field(default_factory=list)
     softmax: list[Path] = field(default_factory=list)
-    output: NDArray[np.float32] | None = None
+    outputs: list[NDArray[np.float32]] = field(default_factory=list)
+    values: Path | None = None
 
 
 class Collector:
     """Takes attention reads step by step; K is copied once, at the last sampled step.
 
-    The first and the last sampled step also keep the model's own softmax, in ``scratch``. With
-    ``values``, the last one also copies V and keeps the attention output.
+    The checked steps also keep the model's own softmax, in ``scratch``. Where V is asked for, or
+    flash attention leaves no softmax, they keep the attention output, and the last one copies V:
+    into the trace if it was asked for, else into ``scratch``.
     """
 
-    def __init__(self, writer: TraceWriter, scratch: Path, n_step: int, *, values: bool) -> None:
+    def __init__(self, writer: TraceWriter, scratch: Path, settings: CaptureSettings) -> None:
         self._writer = writer
         self._scratch = scratch
-        self._n_step = n_step
-        self._values = values
+        self._settings = settings
         self._layers: dict[int, _LayerRecord] = {}
         self.steps: list[Step] = []
         self.shared_layers: set[int] = set()
@@ -57,28 +62,38 @@ class Collector:
         record.read = read
         n_visible = self.steps[-1].n_visible
         record.spans.append(_visible_span(read, n_visible))
-        record.queries.append(_model_basis(read.queries, read))
-        if len(self.steps) == 1 or self._at_last_step:
-            path = self._scratch / f"softmax-{read.index}-{len(self.steps)}.npy"
-            np.save(path, read.read_softmax()[:, :n_visible])
-            record.softmax.append(path)
+        record.queries.append(_model_basis(read.queries, read.rotation))
+        if self._is_checked:
             record.checked.append(read.queries)
-        if self._at_last_step:
-            keys = read.read_keys(n_visible)
-            if read.rotation is not None:
-                keys = rotate(keys, read.rotation)
+            self._keep_softmax(record, read)
+        if self._is_last:
+            keys = _model_basis(read.read_keys(n_visible), read.rotation)
             self._writer.write_array(read.index, "k", keys)
+
+    def take_reference(self, read: AttentionRead) -> None:
+        """Keep the softmax that another run has at the open step, for a layer that was taken."""
+        record = self._layers.get(read.index)
+        if record is not None and not read.shared_keys and self._is_checked:
+            self._keep_softmax(record, read)
 
     @property
     def wants_values(self) -> bool:
-        """Whether V is to be read at the open step."""
-        return self._values and self._at_last_step
+        """Whether V and the attention output are to be read at the open step."""
+        settings = self._settings
+        return self._is_checked and (settings.values or settings.engine.flash_attention)
 
     def take_values(self, read: ValueRead) -> None:
-        """Copy V and keep the attention output of a layer that was taken at the open step."""
+        """Keep the attention output of a layer that was taken at the open step, and at last V."""
         record = self._layers[read.index]
-        record.output = read.read_output()
-        self._writer.write_array(read.index, "v", read.read_values(self.steps[-1].n_visible))
+        record.outputs.append(_model_basis(read.read_output(), read.rotation))
+        if not self._is_last:
+            return
+        values = _model_basis(read.read_values(self.steps[-1].n_visible), read.rotation)
+        if self._settings.values:
+            self._writer.write_array(read.index, "v", values)
+        else:
+            record.values = self._scratch / f"values-{read.index}.npy"
+            np.save(record.values, values)
 
     def end(self) -> None:
         """Close the step: every layer must have shown itself, as in the steps before."""
@@ -93,7 +108,7 @@ class Collector:
                     f"layer {index} attended in {len(record.queries)} of {len(self.steps)} sampled "
                     "steps; a layer that comes and goes is not supported."
                 )
-            if self.wants_values and record.output is None:
+            if self.wants_values and len(record.outputs) != len(record.checked):
                 raise CaptureError(
                     f"layer {index} does not multiply its softmax by V as llama.cpp usually does, "
                     "so its V was not seen. Capture without values."
@@ -107,26 +122,39 @@ class Collector:
         ]
 
     def reference(self) -> Reference:
-        """Return the model's own softmax and output, with q as the product may have rounded it."""
+        """Return what the model itself computed, with q as the product may have rounded it."""
         records = [record for _, record in sorted(self._layers.items())]
         unrounded, rounded = [], []
         for record in records:
-            raw = np.stack(record.checked)
-            unrounded.append(_model_basis(raw, record.read))
+            raw, rotation = np.stack(record.checked), record.read.rotation
+            unrounded.append(_model_basis(raw, rotation))
             like_keys = round_like_product(raw, record.read.key_type)
-            rounded.append(_model_basis(like_keys, record.read))
-        outputs = tuple(record.output for record in records if record.output is not None)
-        steps = (0,) if self._n_step == 1 else (0, self._n_step - 1)
+            rounded.append(_model_basis(like_keys, rotation))
+        outputs = tuple(np.stack(record.outputs) for record in records if record.outputs)
+        values = tuple(record.values for record in records if record.values is not None)
+        softmax = tuple(tuple(record.softmax) for record in records)
         return Reference(
-            steps=steps,
-            softmax=tuple(tuple(record.softmax) for record in records),
+            steps=self._settings.checked_steps,
+            softmax=softmax if all(softmax) else (),
             queries={"as K": tuple(rounded), UNROUNDED: tuple(unrounded)},
-            outputs=outputs if self._values else None,
+            outputs=outputs or None,
+            values=values or None,
         )
 
     @property
-    def _at_last_step(self) -> bool:
-        return len(self.steps) == self._n_step
+    def _is_checked(self) -> bool:
+        return len(self.steps) - 1 in self._settings.checked_steps
+
+    @property
+    def _is_last(self) -> bool:
+        return len(self.steps) == len(self._settings.steps)
+
+    def _keep_softmax(self, record: _LayerRecord, read: AttentionRead) -> None:
+        if read.read_softmax is None:
+            return
+        path = self._scratch / f"softmax-{read.index}-{len(self.steps)}.npy"
+        np.save(path, read.read_softmax()[:, : self.steps[-1].n_visible])
+        record.softmax.append(path)
 
     def _write_layer(
         self, index: int, record: _LayerRecord, sliding_window: int
@@ -149,8 +177,8 @@ class Collector:
         }
         if read.rotated_last:
             entry["rotated_last"] = True
-        if record.output is not None:
-            entry["value_dim"] = record.output.shape[1]
+        if self._settings.values:
+            entry["value_dim"] = record.outputs[-1].shape[1]
         return entry
 
     def _window(self, index: int, spans: list[int], sliding_window: int) -> int | None:
@@ -175,8 +203,8 @@ class Collector:
         return None
 
 
-def _model_basis(queries: NDArray[np.float32], read: AttentionRead) -> NDArray[np.float32]:
-    return queries if read.rotation is None else rotate(queries, read.rotation)
+def _model_basis(vectors: FloatArray, rotation: NDArray[np.float32] | None) -> FloatArray:
+    return vectors if rotation is None else rotate(vectors, rotation)
 
 
 def _visible_span(read: AttentionRead, n_visible: int) -> int:
@@ -189,7 +217,9 @@ def _visible_span(read: AttentionRead, n_visible: int) -> int:
     expected = np.arange(n_visible - len(shown), n_visible)
     distance = (expected - (n_visible - 1)).astype(np.float32)
     wanted = distance if read.max_bias > 0 else np.zeros_like(distance)
-    if not np.array_equal(shown, expected) or not np.array_equal(read.mask[shown], wanted):
+    # with flash attention the mask is in half precision
+    seen = np.array_equal(shown, expected) and np.allclose(read.mask[shown], wanted, 2**-11, 0)
+    if not seen:
         raise CaptureError(
             f"layer {read.index} shows {len(shown)} cache cells that are not the last positions "
             f"before {n_visible} in order, so cells cannot be matched to positions."

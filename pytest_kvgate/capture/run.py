@@ -6,7 +6,6 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,15 @@ from typing import Any
 import numpy as np
 
 from pytest_kvgate.capture.collector import Collector
+from pytest_kvgate.capture.decoder import Decoder
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt
-from pytest_kvgate.engine import Engine, EngineSettings
+from pytest_kvgate.capture.settings import CaptureSettings
+from pytest_kvgate.engine import Engine
 from pytest_kvgate.trace import Reference, Step, Trace, TraceWriter, Verification
 
 #: Compares a fresh trace with the model's own softmax.
 Verify = Callable[[Trace, Reference], Verification]
-
-
-@dataclass(frozen=True)
-class CaptureSettings:
-    """What to sample, and how to run the engine meanwhile.
-
-    ``steps`` are the sampled decode steps; ``n_context`` bounds prompt plus decode steps, None for
-    the context the model was trained with. ``values`` also captures V, at the last sampled step.
-    """
-
-    steps: range = range(0, 257, 8)
-    n_context: int | None = None
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    values: bool = False
 
 
 def capture(
@@ -54,13 +41,12 @@ def capture(
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
     ):
         tokens = _fitting_tokens(engine, model, prompt, settings)
+        decoder = Decoder(engine, len(tokens) + settings.steps[-1] + 1, prove=settings.prove)
         state = model.stat()
         digest = background.submit(_sha256, model, state.st_size, state.st_mtime_ns)
         with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
-            collector = Collector(
-                writer, Path(scratch), len(settings.steps), values=settings.values
-            )
-            _decode(engine, prompt, tokens, settings.steps, collector)
+            collector = Collector(writer, Path(scratch), settings)
+            _decode(engine, decoder, prompt, tokens, settings.steps, collector)
             trace = writer.write_document(
                 model={
                     "name": model.stem,
@@ -101,28 +87,27 @@ def _fitting_tokens(
             f"prompt to {limit - n_decode} tokens, sample fewer --kvgate-steps, or raise "
             "--kvgate-ctx."
         )
-    engine.start(len(tokens) + n_decode)
     return tokens
 
 
 def _decode(
-    engine: Engine, prompt: Prompt, tokens: list[int], steps: range, collector: Collector
+    engine: Engine,
+    decoder: Decoder,
+    prompt: Prompt,
+    tokens: list[int],
+    steps: range,
+    collector: Collector,
 ) -> None:
-    logits = engine.decode(tokens)
+    logits = decoder.decode(tokens)
     for index in range(steps[-1] + 1):
         token = int(np.argmax(logits))
         if engine.is_end_of_text(token):
             raise CaptureError(_end_of_text(prompt, steps, index))
         if index in steps:
-            collector.begin(Step(decode_index=index, n_visible=len(tokens) + index + 1))
-            engine.hook.arm(
-                collector.take, collector.take_values if collector.wants_values else None
-            )
-            logits = engine.decode([token])
-            engine.hook.disarm()
-            collector.end()
+            step = Step(decode_index=index, n_visible=len(tokens) + index + 1)
+            logits = decoder.sample(token, step, collector)
         else:
-            logits = engine.decode([token])
+            logits = decoder.decode([token])
 
 
 def _end_of_text(prompt: Prompt, steps: range, index: int) -> str:
@@ -158,9 +143,9 @@ def _provenance(
     return {
         "backend": "llama-cpp-python",
         "backend_version": engine.version,
-        "flash_attention": False,
+        "flash_attention": settings.engine.flash_attention,
         "cache_type_k": settings.engine.cache_type_k,
-        "cache_type_v": engine.cache_type_v,
+        "cache_type_v": settings.engine.cache_type_v,
         "values": settings.values,
         "n_gpu_layers": settings.engine.n_gpu_layers,
         "n_threads": engine.n_threads,

@@ -1,6 +1,7 @@
 """llama.cpp in this process: loading, decoding, and the hook at the attention operation."""
 
-from pytest_kvgate.engine.attention import AttentionHook, AttentionRead, ValueRead
+from pytest_kvgate.engine.attention import AttentionHook
+from pytest_kvgate.engine.context import LARGEST_BATCH, Context
 from pytest_kvgate.engine.errors import EngineError, EngineMissingError
 from pytest_kvgate.engine.llama import (
     Engine,
@@ -8,14 +9,18 @@ from pytest_kvgate.engine.llama import (
     check_model_file,
     require_llama,
 )
+from pytest_kvgate.engine.reads import AttentionRead, OutputNode, ValueRead
 
 __all__ = [
+    "LARGEST_BATCH",
     "AttentionHook",
     "AttentionRead",
+    "Context",
     "Engine",
     "EngineError",
     "EngineMissingError",
     "EngineSettings",
+    "OutputNode",
     "ValueRead",
     "check_model_file",
     "require_llama",

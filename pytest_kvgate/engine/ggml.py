@@ -88,6 +88,8 @@ class Ggml:
             ctypes.c_size_t,
             ctypes.c_size_t,
         ]
+        library.ggml_backend_tensor_set.restype = None
+        library.ggml_backend_tensor_set.argtypes = library.ggml_backend_tensor_get.argtypes
         self._op_names: dict[int, str] = {}
 
     def op(self, tensor: Tensor) -> str:
@@ -148,6 +150,25 @@ class Ggml:
             raw, (tensor.ne[2], rows, row_size), (tensor.nb[2], tensor.nb[1], 1), writeable=False
         )
         return decode_rows(np.ascontiguousarray(strided), self.type_name(tensor.type))
+
+    def write(self, tensor: Tensor, values: NDArray[np.float32]) -> None:
+        """Put other values, in the order of ``[ne2, ne1, ne0]``, into a whole float32 tensor.
+
+        Raises:
+            EngineError: the tensor holds another type, has gaps, or another number of values.
+        """
+        row = tensor.ne[0] * 4
+        whole = tensor.nb[0] == 4 and tensor.nb[1] == row and tensor.nb[2] == row * tensor.ne[1]
+        length = tensor.ne[0] * tensor.ne[1] * tensor.ne[2] * tensor.ne[3]
+        if self.type_name(tensor.type) != "f32" or not whole or length != values.size:
+            raise EngineError(
+                f"tensor {tensor.name.decode()!r} ({self.type_name(tensor.type)}, {length} values) "
+                f"cannot take {values.size} float32 values in one piece."
+            )
+        data = np.ascontiguousarray(values, dtype=np.float32)
+        self._library.ggml_backend_tensor_set(
+            ctypes.byref(tensor), data.ctypes.data_as(ctypes.c_void_p), 0, data.nbytes
+        )
 
 
 def source(tensor: Tensor, position: int) -> Tensor | None:

@@ -1,39 +1,37 @@
-"""One model loaded in this process: tokenize, prefill, decode greedily."""
+"""One model loaded in this process: its vocabulary, and contexts to decode in."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
 import os
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pytest_kvgate.engine.attention import AttentionHook
+from pytest_kvgate.engine.context import LARGEST_BATCH, Context
 from pytest_kvgate.engine.errors import EngineError, EngineMissingError
 from pytest_kvgate.engine.ggml import load_ggml
-from pytest_kvgate.engine.worker import Worker
+from pytest_kvgate.engine.log import LogTail
 
 #: Logits of one prefill batch (context × batch × heads, float32) are kept below this many bytes.
 PREFILL_BYTES = 256 * 2**20
-LARGEST_BATCH = 512
 SMALLEST_BATCH = 32
+
+#: What a V cache may hold without flash attention.
+UNFUSED_TYPES = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How to run the model: GPU layers, CPU threads, and the K cache's data type."""
+    """How to run the model: GPU layers, CPU threads, the caches' data types, flash attention."""
 
     n_gpu_layers: int = 0
     n_threads: int | None = None
     cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    flash_attention: bool = False
 
 
 def require_llama() -> None:
@@ -65,21 +63,16 @@ def check_model_file(path: Path) -> None:
 
 
 class Engine:
-    """A loaded model with one sequence in its KV cache; use it as a context manager."""
+    """A loaded model; use it as a context manager, which also closes what `start` has made."""
 
     def __init__(self, path: Path, settings: EngineSettings) -> None:
         check_model_file(path)
         self._llama = _import_llama()
         self._ggml = load_ggml()
         self._settings = settings
-        self._log = _LogTail(self._llama)
-        self._context: Any = None
+        self._log = LogTail(self._llama)
+        self._contexts: list[Context] = []
         self._path = path
-        self.hook = AttentionHook(self._ggml)
-        self._callback = self._llama.ggml_backend_sched_eval_callback(self.hook)
-        self._cancelled = False
-        self._worker: Worker | None = None
-        self._abort = self._llama.ggml_abort_callback(lambda _user_data: self._cancelled)
         with self._log:
             params = self._llama.llama_model_default_params()
             params.n_gpu_layers = settings.n_gpu_layers
@@ -103,17 +96,13 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the context and the model."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        with self._log:
-            if self._context:
-                self._llama.llama_free(self._context)
-                self._context = None
-            if self._model:
+        """Free the contexts and the model."""
+        while self._contexts:
+            self._contexts.pop().close()
+        if self._model:
+            with self._log:
                 self._llama.llama_model_free(self._model)
-                self._model = None
+            self._model = None
 
     @property
     def version(self) -> str:
@@ -126,9 +115,9 @@ class Engine:
         return self._settings.n_threads or _available_cpus()
 
     @property
-    def cache_type_v(self) -> str:
-        """The V cache's data type: llama.cpp's own choice."""
-        return self._ggml.type_name(self._llama.llama_context_default_params().type_v)
+    def flash_attention(self) -> bool:
+        """Whether `start` makes contexts with flash attention."""
+        return self._settings.flash_attention
 
     @property
     def trained_context(self) -> int:
@@ -180,50 +169,38 @@ class Engine:
         """Whether the model ends its turn with this token."""
         return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
 
-    def start(self, n_context: int) -> None:
-        """Make an empty cache of ``n_context`` cells, attention unfused so that softmax shows."""
+    def start(self, n_context: int) -> Context:
+        """Make an empty cache of ``n_context`` cells."""
+        return self._start(
+            n_context, self._settings.cache_type_v, flash_attention=self._settings.flash_attention
+        )
+
+    def start_unfused(self, n_context: int) -> Context:
+        """As `start`, without flash attention; a quantized V cache, which needs it, is f16 then."""
+        cache_type_v = self._settings.cache_type_v
+        fitting = cache_type_v if cache_type_v in UNFUSED_TYPES else "f16"
+        return self._start(n_context, fitting, flash_attention=False)
+
+    def _start(self, n_context: int, cache_type_v: str, *, flash_attention: bool) -> Context:
         llama = self._llama
         params = llama.llama_context_default_params()
         params.n_ctx = n_context
         params.n_batch = LARGEST_BATCH
         params.n_ubatch = self._batch_size(n_context)
         params.n_threads = params.n_threads_batch = self.n_threads
-        params.flash_attn_type = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.flash_attn_type = int(flash_attention)  # never AUTO: it may choose either
         params.type_k = self._ggml.type_number(self._settings.cache_type_k)
+        params.type_v = self._ggml.type_number(cache_type_v)
         params.swa_full = True  # windowed layers keep every row, so that row j is position j
-        params.cb_eval = self._callback
-        params.abort_callback = self._abort
-        with self._log:
-            self._context = llama.llama_init_from_model(self._model, params)
-        if not self._context:
+        context = Context(self._ggml, self._log, self._model, params)
+        if not context.is_open:
             raise EngineError(
                 f"llama.cpp could not make a context of {n_context} tokens for {self._path} with "
-                f"a {self._settings.cache_type_k} K cache. Its last words:\n{self._log.tail()}"
+                f"a {self._settings.cache_type_k} K cache and a {cache_type_v} V cache. Its last "
+                f"words:\n{self._log.tail()}"
             )
-
-    def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append tokens to the sequence; return the logits ``[n_vocab]`` after the last one."""
-        llama = self._llama
-        self._cancelled = False
-        if self._worker is None:
-            self._worker = Worker(self._cancel)
-        for start in range(0, len(tokens), LARGEST_BATCH):
-            part = tokens[start : start + LARGEST_BATCH]
-            array = (llama.llama_token * len(part))(*part)  # the batch points into it
-            batch = llama.llama_batch_get_one(array, len(part))
-            with self._log:
-                status = self._worker.run(partial(self._llama.llama_decode, self._context, batch))
-            self.hook.raise_pending()
-            if status:
-                raise EngineError(
-                    f"llama.cpp could not decode ({status}). Its last words:\n{self._log.tail()}"
-                )
-        n_vocab = llama.llama_vocab_n_tokens(self._vocab)
-        logits = llama.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(logits, shape=(n_vocab,)).copy()
-
-    def _cancel(self) -> None:
-        self._cancelled = True  # seen by the abort callback between two graph nodes
+        self._contexts.append(context)
+        return context
 
     def _batch_size(self, n_context: int) -> int:
         """Return the largest power of two whose attention logits stay within `PREFILL_BYTES`."""
@@ -231,30 +208,6 @@ class Engine:
         fitting = PREFILL_BYTES // (4 * n_head * max(1, n_context))
         size = 1 << max(0, int(fitting).bit_length() - 1)
         return min(LARGEST_BATCH, max(SMALLEST_BATCH, size))
-
-
-class _LogTail:
-    """Keeps llama.cpp's last log lines instead of printing them; active as a context manager."""
-
-    def __init__(self, llama: ModuleType, n_lines: int = 12) -> None:
-        self._llama = llama
-        self._chunks: deque[str] = deque(maxlen=n_lines)
-        self._callback = llama.llama_log_callback(self._keep)
-
-    def __enter__(self) -> None:
-        self._llama.llama_log_set(self._callback, ctypes.c_void_p(0))
-
-    def __exit__(self, *_exception: object) -> None:
-        from llama_cpp import _logger  # noqa: PLC0415
-
-        self._llama.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
-
-    def tail(self) -> str:
-        """Return the last lines."""
-        return "".join(self._chunks).strip() or "(nothing)"
-
-    def _keep(self, _level: int, text: bytes, _user_data: object) -> None:
-        self._chunks.append(text.decode(errors="replace"))
 
 
 def _available_cpus() -> int:

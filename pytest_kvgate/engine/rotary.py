@@ -7,6 +7,9 @@ from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, source
 #: GGML_TENSOR_FLAG_INPUT
 INPUT_FLAG = 1
 
+#: Where ``MUL_MAT`` keeps its hint in ``op_params``, and GGML_HINT_SRC0_IS_HADAMARD.
+HINT, HADAMARD = 1, 1
+
 #: Operations that treat every dim of a head by itself.
 ELEMENTWISE = frozenset({"SCALE", "MUL", "RMS_NORM", "NORM"})
 
@@ -14,16 +17,25 @@ ELEMENTWISE = frozenset({"SCALE", "MUL", "RMS_NORM", "NORM"})
 ROPE_LENGTH, ROPE_OFFSET = 1, 15
 
 
-def find_rotation(ggml: Ggml, queries: Tensor) -> Tensor | None:
-    """Return the matrix that rotates q for a quantized cache, where there is one."""
-    product = ggml.behind_moves(queries)
+def find_rotation(ggml: Ggml, vectors: Tensor) -> Tensor | None:
+    """Return the matrix that rotates q, K or V for a quantized cache, where there is one."""
+    product = ggml.behind_moves(vectors)
     if product is None or ggml.op(product) != "MUL_MAT":
         return None
+    return rotation_matrix(product)
+
+
+def rotation_matrix(product: Tensor) -> Tensor | None:
+    """Return the matrix of a ``MUL_MAT`` that rotates; None where it multiplies by something else.
+
+    Unlike a weight, a rotation is an input of the graph. Its copy on another device is not, but
+    llama.cpp marks the product.
+    """
     matrix = source(product, 0)
-    # Unlike a weight, the rotation is an input of the graph.
-    if matrix is None or not matrix.flags & INPUT_FLAG or matrix.ne[0] != matrix.ne[1]:
+    if matrix is None or matrix.ne[0] != matrix.ne[1] or matrix.view_src:
         return None
-    return matrix
+    marked = product.op_params[HINT] == HADAMARD
+    return matrix if marked or matrix.flags & INPUT_FLAG else None
 
 
 def rotary_dims(ggml: Ggml, queries: Tensor) -> tuple[int, bool]:

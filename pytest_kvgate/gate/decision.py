@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pytest_kvgate.analysis import SOFTMAX_REFERENCE, SOFTMAX_TOLERANCE, Profile, UndefinedError
+from pytest_kvgate.analysis import SOFTMAX_TOLERANCE, Profile, UndefinedError
 from pytest_kvgate.analysis.findings import dense_layers
 from pytest_kvgate.analysis.pages import BUDGET_GRID
+from pytest_kvgate.analysis.verification import (
+    SOFTMAX_REFERENCE,
+    UNFUSED_REFERENCE,
+    accepted_tolerance,
+    is_smoke_tested,
+)
 from pytest_kvgate.analysis.wording import percent, ranges
 from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
 from pytest_kvgate.gate.observation import observe
@@ -90,7 +96,7 @@ def distrust_reason(profile: Profile) -> str | None:
         if verification is None:
             continue
         # a trace may bring a wider tolerance along, but buys nothing with it
-        tolerance = min(verification.tolerance, SOFTMAX_TOLERANCE)
+        tolerance = min(verification.tolerance, accepted_tolerance(trace))
         if verification.status == "failed" or verification.max_abs_error > tolerance:
             return (
                 f"the capture of {trace.label} failed its verification: recomputed "
@@ -186,11 +192,18 @@ def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
         for first, end in [profile.grid.eligible(step.n_visible)]
     ):
         yield "the budget buys every eligible page, so nothing was selected"
-    references = {trace.verification.reference for trace in profile.traces if trace.verification}
-    for reference in sorted(references - {SOFTMAX_REFERENCE}):
+    if any(is_smoke_tested(trace) for trace in profile.traces):
+        yield (
+            "smoke-tested only: flash attention leaves no softmax, so the capture was compared by "
+            "the attention output alone, which misses single wrong rows; "
+            "--kvgate-verify=reference proves it"
+        )
+    compared = [trace for trace in profile.traces if not is_smoke_tested(trace)]
+    checked = [trace.verification for trace in compared if trace.verification is not None]
+    references = {verification.reference for verification in checked}
+    for reference in sorted(references - {SOFTMAX_REFERENCE, UNFUSED_REFERENCE}):
         yield f"compared with {reference!r}, not with the model's own softmax"
-    checked = [trace.verification for trace in profile.traces if trace.verification is not None]
-    if len(checked) < len(profile.traces):
+    if len(checked) < len(compared):
         yield "unverified trace: never compared with the model's own softmax"
     worst = max((verification.max_abs_error for verification in checked), default=0.0)
     if UNUSUAL_ERROR < worst <= SOFTMAX_TOLERANCE:

@@ -10,6 +10,10 @@ from pathlib import Path
 #: K cache types whose rounding of q is known, so that a capture can be verified. q4_1 and q5_1 keep
 #: a sum beside each block of q that no rounding of q alone reproduces.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q4_0", "iq4_nl")
+#: V cache types; the quantized ones need flash attention.
+VALUE_CACHE_TYPES = (*CACHE_TYPES, "q5_1", "q4_1")
+UNFUSED_VALUE_CACHE_TYPES = ("f32", "f16", "bf16")
+VERIFICATIONS = ("capture", "reference")
 REPORT_KINDS = ("json",)
 
 
@@ -154,6 +158,37 @@ def parse_cache_type(text: str) -> str:
             f"is no K cache type that can be verified; accepted: {', '.join(CACHE_TYPES)}"
         )
     return text
+
+
+def parse_value_cache_type(text: str) -> str:
+    """Check the data type of the V cache."""
+    if text not in VALUE_CACHE_TYPES:
+        raise ValueError(f"is no V cache type; accepted: {', '.join(VALUE_CACHE_TYPES)}")
+    return text
+
+
+def parse_on_off(text: str) -> bool:
+    """Parse ``on`` or ``off``."""
+    if text not in ("on", "off"):
+        raise ValueError("needs on or off")
+    return text == "on"
+
+
+def parse_verification(text: str) -> str:
+    """Check what a capture is verified against."""
+    if text not in VERIFICATIONS:
+        raise ValueError(f"is no verification; accepted: {', '.join(VERIFICATIONS)}")
+    return text
+
+
+def engine_problem(cache_type_k: str, cache_type_v: str, flash_attention: bool) -> str | None:
+    """Say why the engine cannot run with these together, or return None."""
+    if flash_attention or cache_type_v in UNFUSED_VALUE_CACHE_TYPES:
+        return None
+    return (
+        f"a {cache_type_v} V cache needs flash attention; accepted without it: "
+        f"{', '.join(UNFUSED_VALUE_CACHE_TYPES)}"
+    )
 
 
 def whole_number(minimum: int, unit: str) -> Callable[[str], int]:

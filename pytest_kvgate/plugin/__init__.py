@@ -312,6 +312,7 @@ def kvgate_trace(
     n_source = sum(len(subject.sources) for subject in session.subjects)
     subject, position = chosen(request.node, _kvgate_choice, n_source)
     with broken_evidence(request.node):
+        session.require_calibrated()
         return session.evidence.trace(session.subjects[subject].sources[position or 0])
 
 

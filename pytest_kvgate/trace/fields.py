@@ -81,14 +81,24 @@ class Fields:
 
     def numbers_or_none(self, key: str) -> tuple[float, ...] | None:
         """Return a list of finite numbers, or None for null."""
+        return None if self.value(key) is None else self._numbers(key, "null or a list of numbers")
+
+    def errors(self, key: str) -> tuple[float, ...]:
+        """Return a list of numbers, null for an infinite one; empty where there is no such key."""
+        if key not in self.values:
+            return ()
+        return self._numbers(key, "a list of numbers and nulls", null=math.inf)
+
+    def _numbers(self, key: str, accepted: str, null: float | None = None) -> tuple[float, ...]:
         value = self.value(key)
-        if value is None:
-            return None
         if not isinstance(value, list):
-            raise self.error(key, repr(value), "null or a list of numbers")
+            raise self.error(key, repr(value), accepted)
         keyed = {str(position): item for position, item in enumerate(value)}
         numbers = Fields(self.file, f"{self.where}.{key}", keyed)
-        return tuple(numbers.number(position) for position in keyed)
+        return tuple(
+            null if null is not None and item is None else numbers.number(position)
+            for position, item in keyed.items()
+        )
 
     def child(self, key: str) -> Fields:
         """Return the object under ``key``."""

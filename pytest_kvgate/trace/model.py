@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,43 +86,65 @@ class Verification:
 
     ``max_abs_error`` is the worst difference, of one attention weight or, where ``reference`` says
     so, relative of one head's output; ``tolerance`` is the largest that is accepted, ``reference``
-    what was compared with.
+    what was compared with. ``layer_errors`` is the worst of each of the trace's layers, empty where
+    that is not known.
     """
 
     max_abs_error: float
     tolerance: float
     reference: str
     status: Literal["passed", "failed"]
+    layer_errors: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, max_abs_error: float, tolerance: float, reference: str) -> Verification:
+    def of(
+        cls,
+        max_abs_error: float,
+        tolerance: float,
+        reference: str,
+        layer_errors: Sequence[float] = (),
+    ) -> Verification:
         """Judge an error; an error that is not a number has failed."""
         passed = math.isfinite(max_abs_error) and max_abs_error <= tolerance
-        return cls(max_abs_error, tolerance, reference, "passed" if passed else "failed")
+        status: Literal["passed", "failed"] = "passed" if passed else "failed"
+        return cls(max_abs_error, tolerance, reference, status, tuple(layer_errors))
 
     def as_json(self) -> dict[str, Any]:
         """Return the values that a trace and a report state; an error that is no number is None."""
-        error = self.max_abs_error
-        return {**asdict(self), "max_abs_error": error if math.isfinite(error) else None}
+        stated: dict[str, Any] = {
+            "max_abs_error": _finite(self.max_abs_error),
+            "tolerance": self.tolerance,
+            "reference": self.reference,
+            "status": self.status,
+        }
+        if self.layer_errors:
+            stated["layer_errors"] = [_finite(error) for error in self.layer_errors]
+        return stated
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
 
 
 @dataclass(frozen=True)
 class Reference:
     """What the model itself computed at some sampled steps, to verify a capture against.
 
-    ``steps`` are indices into ``Trace.steps``. ``softmax[layer][i]`` is a path to an ``.npy`` file
-    with ``[n_head, n_visible]`` float32, the weights the engine computed for layer position
-    ``layer`` (into ``Trace.layers``) at step ``steps[i]``. ``queries`` maps the name of a rounding
-    to one ``[len(steps), n_head, head_dim]`` float32 array per layer: q as the engine's matrix
-    product may have rounded it, in the basis of the trace's K; ``UNROUNDED`` is among them.
-    ``outputs`` holds, where V was captured, one ``[n_head, d_v]`` float32 array per layer: the
-    product of softmax and V at the last of ``steps``, which is the last sampled one.
+    ``steps`` are indices into ``Trace.steps``. ``queries`` maps the name of a rounding to one
+    ``[len(steps), n_head, head_dim]`` float32 array per layer: q as the engine's matrix product may
+    have rounded it, in the basis of the trace's K; ``UNROUNDED`` is among them.
+    ``softmax[layer][i]`` is a path to an ``.npy`` file with ``[n_head, n_visible]`` float32, the
+    weights the engine computed for layer position ``layer`` (into ``Trace.layers``) at step
+    ``steps[i]``; empty where flash attention leaves none. ``outputs`` holds, where they were read,
+    one ``[len(steps), n_head, d_v]`` float32 array per layer: the product of softmax and V.
+    ``values`` are paths to V, ``[n_head_kv, n_token, d_v]`` per layer, where V is not in the trace.
     """
 
     steps: tuple[int, ...]
     softmax: tuple[tuple[Path, ...], ...]
     queries: Mapping[str, tuple[FloatArray, ...]]
     outputs: tuple[FloatArray, ...] | None = None
+    values: tuple[Path, ...] | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -48,7 +48,7 @@ def load_trace(directory: str | Path) -> Trace:
         capture=dict(document.child("capture").values),
         layers=layers,
         steps=steps,
-        verification=_verification(document),
+        verification=_verification(document, len(layers)),
     )
 
 
@@ -186,7 +186,7 @@ def _array(path: Path, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -
     return array
 
 
-def _verification(document: Fields) -> Verification | None:
+def _verification(document: Fields, n_layer: int) -> Verification | None:
     if document.value("verification") is None:
         return None
     fields = document.child("verification")
@@ -196,7 +196,12 @@ def _verification(document: Fields) -> Verification | None:
     error = float("nan") if recorded is None else fields.number("max_abs_error")
     if error < 0:
         raise fields.error("max_abs_error", repr(recorded), "0 or more, or null")
-    judged = Verification.of(error, fields.number("tolerance"), fields.text("reference"))
+    errors = fields.errors("layer_errors")
+    if len(errors) not in (0, n_layer):
+        raise fields.error(
+            "layer_errors", f"a list of {len(errors)}", f"one number for each of {n_layer} layers"
+        )
+    judged = Verification.of(error, fields.number("tolerance"), fields.text("reference"), errors)
     if status == "failed":  # whatever the reason was, it stays failed
         return replace(judged, status="failed")
     if status != judged.status:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import SOFTMAX_TOLERANCE, verify_softmax
+from pytest_kvgate.analysis import SOFTMAX_TOLERANCE, verify_capture
 from pytest_kvgate.analysis.verification import OUTPUT_TOLERANCE
 from pytest_kvgate.trace import UNROUNDED, Reference, Trace, load_trace
 from tests.plain import head_masses, read_layer
@@ -79,7 +79,7 @@ def keys_of(captured: Captured, position: int) -> FloatArray:
 
 
 def test_a_right_read_passes_with_room(captured: Captured) -> None:
-    verification = verify_softmax(captured.trace, captured.reference)
+    verification = verify_capture(captured.trace, captured.reference)
 
     assert verification.status == "passed"
     assert verification.max_abs_error < 1e-5
@@ -93,7 +93,7 @@ def test_two_swapped_rows_fail(captured: Captured, position: int) -> None:
     k = keys_of(captured, position)
     k[:, [30, 31]] = k[:, [31, 30]]
 
-    verification = verify_softmax(with_layer(captured, position, k=k), captured.reference)
+    verification = verify_capture(with_layer(captured, position, k=k), captured.reference)
 
     assert verification.status == "failed"
     assert verification.max_abs_error > 1e-2
@@ -103,7 +103,7 @@ def test_two_swapped_rows_fail(captured: Captured, position: int) -> None:
 def test_a_shifted_kv_head_fails(captured: Captured, position: int) -> None:
     k = np.roll(keys_of(captured, position), 1, axis=0)
 
-    verification = verify_softmax(with_layer(captured, position, k=k), captured.reference)
+    verification = verify_capture(with_layer(captured, position, k=k), captured.reference)
 
     assert verification.status == "failed"
     assert verification.max_abs_error > 1e-2
@@ -113,14 +113,14 @@ def test_a_shifted_kv_head_fails(captured: Captured, position: int) -> None:
 def test_a_wrong_scale_fails(captured: Captured, factor: float) -> None:
     wrong = with_layer(captured, 0, scale=captured.trace.layers[0].scale * factor)
 
-    assert verify_softmax(wrong, captured.reference).status == "failed"
+    assert verify_capture(wrong, captured.reference).status == "failed"
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_positions_off_by_one_fail(captured: Captured, shift: int) -> None:
     k = np.roll(keys_of(captured, 0), shift, axis=1)
 
-    verification = verify_softmax(with_layer(captured, 0, k=k), captured.reference)
+    verification = verify_capture(with_layer(captured, 0, k=k), captured.reference)
 
     assert verification.status == "failed"
     assert verification.max_abs_error > 1e-2
@@ -131,7 +131,7 @@ def test_one_stale_row_fails(captured: Captured) -> None:
     k = keys_of(captured, 0)
     k[:, 39] = 0
 
-    verification = verify_softmax(with_layer(captured, 0, k=k), captured.reference)
+    verification = verify_capture(with_layer(captured, 0, k=k), captured.reference)
 
     assert verification.status == "failed"
 
@@ -150,8 +150,8 @@ def test_a_row_that_only_a_compared_step_sees_decides(captured: Captured) -> Non
     )
     wrong = with_layer(captured, 0, k=k)
 
-    assert verify_softmax(wrong, only_first).status == "passed"
-    assert verify_softmax(wrong, captured.reference).status == "failed"
+    assert verify_capture(wrong, only_first).status == "passed"
+    assert verify_capture(wrong, captured.reference).status == "failed"
 
 
 @pytest.mark.parametrize("window", [None, 15, 17])
@@ -159,7 +159,7 @@ def test_a_wrong_window_fails(captured: Captured, window: int | None) -> None:
     first, windowed = captured.trace.layers
     wrong = replace(captured.trace, layers=(first, replace(windowed, window=window)))
 
-    assert verify_softmax(wrong, captured.reference).status == "failed"
+    assert verify_capture(wrong, captured.reference).status == "failed"
 
 
 @pytest.mark.parametrize("term", ["softcap", "sinks"])
@@ -168,13 +168,13 @@ def test_a_forgotten_term_fails(captured: Captured, term: str) -> None:
     forgotten = replace(first, softcap=None) if term == "softcap" else replace(first, sinks=None)
     wrong = replace(captured.trace, layers=(forgotten, windowed))
 
-    assert verify_softmax(wrong, captured.reference).status == "failed"
+    assert verify_capture(wrong, captured.reference).status == "failed"
 
 
 def test_the_query_of_another_step_fails(captured: Captured) -> None:
     swapped = np.array(captured.reference.queries[UNROUNDED][0])[::-1]
 
-    verification = verify_softmax(captured.trace, with_queries(captured, 0, swapped))
+    verification = verify_capture(captured.trace, with_queries(captured, 0, swapped))
 
     assert verification.status == "failed"
 
@@ -185,7 +185,7 @@ def test_a_stored_query_that_the_engine_did_not_multiply_fails(captured: Capture
     q[2, 1, 0] += 0.5
     wrong = replace(captured.trace, layers=(replace(first, q=q), windowed))
 
-    assert verify_softmax(wrong, captured.reference).status == "failed"
+    assert verify_capture(wrong, captured.reference).status == "failed"
 
 
 def with_rounded_product(captured: Captured, positions: list[int]) -> Reference:
@@ -212,7 +212,7 @@ def test_the_rounding_that_fits_best_counts(
     reference = with_rounded_product(captured, positions)
     ordered = {name: reference.queries[name] for name in order}
 
-    verification = verify_softmax(captured.trace, replace(reference, queries=ordered))
+    verification = verify_capture(captured.trace, replace(reference, queries=ordered))
 
     assert verification.status == "passed"
     assert verification.max_abs_error < 1e-5
@@ -222,13 +222,13 @@ def test_a_rounding_that_was_not_offered_does_not_count(captured: Captured) -> N
     reference = with_rounded_product(captured, [0, 1])
     only = {UNROUNDED: reference.queries[UNROUNDED]}
 
-    assert verify_softmax(captured.trace, replace(reference, queries=only)).status == "failed"
+    assert verify_capture(captured.trace, replace(reference, queries=only)).status == "failed"
 
 
 def test_one_rounding_must_fit_every_layer(captured: Captured) -> None:
     reference = with_rounded_product(captured, [1])
 
-    assert verify_softmax(captured.trace, reference).status == "failed"
+    assert verify_capture(captured.trace, reference).status == "failed"
 
 
 @pytest.mark.parametrize("array", ["k", "q", "softmax"])
@@ -247,7 +247,7 @@ def test_a_value_that_is_not_a_number_fails(captured: Captured, array: str) -> N
         softmax[2, 7] = np.nan
         np.save(reference.softmax[0][1], softmax)
 
-    verification = verify_softmax(trace, reference)
+    verification = verify_capture(trace, reference)
 
     assert verification.status == "failed"
     assert not np.isfinite(verification.max_abs_error)
@@ -259,7 +259,7 @@ def test_mass_on_a_position_the_engine_masks_is_an_error(captured: Captured) -> 
     softmax[1, 4] = 0
     np.save(captured.reference.softmax[0][0], softmax)
 
-    verification = verify_softmax(captured.trace, captured.reference)
+    verification = verify_capture(captured.trace, captured.reference)
 
     assert expected > SOFTMAX_TOLERANCE
     assert verification.max_abs_error == pytest.approx(expected, abs=1e-5)
@@ -271,7 +271,7 @@ def test_the_worst_weight_counts_not_the_average(captured: Captured) -> None:
     softmax[3, 39] += 0.0025
     np.save(path, softmax)
 
-    verification = verify_softmax(captured.trace, captured.reference)
+    verification = verify_capture(captured.trace, captured.reference)
 
     assert verification.max_abs_error == pytest.approx(0.0025, abs=1e-5)
     assert verification.status == "failed"
@@ -280,7 +280,7 @@ def test_the_worst_weight_counts_not_the_average(captured: Captured) -> None:
 def test_layers_are_compared_at_their_own_place(captured: Captured) -> None:
     wrong = replace(captured.reference, softmax=tuple(reversed(captured.reference.softmax)))
 
-    assert verify_softmax(captured.trace, wrong).status == "failed"
+    assert verify_capture(captured.trace, wrong).status == "failed"
 
 
 def test_the_rounding_of_a_float16_cache_is_tolerated(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_the_rounding_of_a_float16_cache_is_tolerated(tmp_path: Path) -> None:
     rows = [head_masses(original, 0, head, 40) for head in range(4)]
     np.save(tmp_path / "softmax.npy", np.array(rows, dtype=np.float32))
 
-    verification = verify_softmax(
+    verification = verify_capture(
         trace, Reference((0,), ((tmp_path / "softmax.npy",),), {UNROUNDED: (layer.q,)})
     )
 
@@ -303,17 +303,21 @@ def test_the_rounding_of_a_float16_cache_is_tolerated(tmp_path: Path) -> None:
 def with_values(captured: Captured, dtype: str = "float32") -> Captured:
     """Add random V, narrower than K, and the outputs that a plain program computes from it."""
     layers, outputs = [], []
-    last = captured.reference.steps[-1]
     for position, layer in enumerate(captured.trace.layers):
         v = np.random.default_rng(position).standard_normal((2, 40, 5)).astype(dtype)
         layers.append(replace(layer, v=v))
         plain = read_layer(captured.directory, LAYERS[position].fields)
-        rows = []
-        for head in range(4):
-            masses = head_masses(plain, last, head, N_VISIBLE[last])
-            exact = v[head // 2].astype(np.float64)
-            rows.append([sum(m * x for m, x in zip(masses, dim, strict=True)) for dim in exact.T])
-        outputs.append(np.array(rows, dtype=np.float32))
+        steps = []
+        for step in captured.reference.steps:
+            rows = []
+            for head in range(4):
+                masses = head_masses(plain, step, head, N_VISIBLE[step])
+                exact = v[head // 2, : N_VISIBLE[step]].astype(np.float64)
+                rows.append(
+                    [sum(m * x for m, x in zip(masses, dim, strict=True)) for dim in exact.T]
+                )
+            steps.append(rows)
+        outputs.append(np.array(steps, dtype=np.float32))
     return replace(
         captured,
         trace=replace(captured.trace, layers=tuple(layers)),
@@ -322,24 +326,26 @@ def with_values(captured: Captured, dtype: str = "float32") -> Captured:
 
 
 def with_output(captured: Captured, position: int, output: NDArray[np.float32]) -> Reference:
+    """Put another output in the place of the last step's."""
     assert captured.reference.outputs is not None
-    outputs = list(captured.reference.outputs)
-    outputs[position] = output
+    outputs = [np.array(steps) for steps in captured.reference.outputs]
+    outputs[position][-1] = output
     return replace(captured.reference, outputs=tuple(outputs))
 
 
 def output_of(captured: Captured, position: int) -> NDArray[np.float32]:
+    """Return the last step's output."""
     assert captured.reference.outputs is not None
-    return np.array(captured.reference.outputs[position])
+    return np.array(captured.reference.outputs[position][-1])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_right_values_leave_the_verification_of_the_softmax(captured: Captured, dtype: str) -> None:
     complete = with_values(captured, dtype)
 
-    verification = verify_softmax(complete.trace, complete.reference)
+    verification = verify_capture(complete.trace, complete.reference)
 
-    assert verification == verify_softmax(captured.trace, captured.reference)
+    assert verification == verify_capture(captured.trace, captured.reference)
     assert verification.status == "passed"
 
 
@@ -352,7 +358,7 @@ def test_the_worst_head_decides_by_its_relative_error(
     output = output_of(complete, position)
     output[2] /= np.float32(factor)
 
-    verification = verify_softmax(complete.trace, with_output(complete, position, output))
+    verification = verify_capture(complete.trace, with_output(complete, position, output))
 
     assert verification.status == status
     if status == "failed":
@@ -366,10 +372,12 @@ def test_an_output_of_zero_is_right_where_the_values_are_zero(captured: Captured
     first, windowed = complete.trace.layers
     zero = replace(first, v=np.zeros((2, 40, 5), dtype=np.float32))
     trace = replace(complete.trace, layers=(zero, windowed))
-    reference = with_output(complete, 0, np.zeros((4, 5), dtype=np.float32))
+    assert complete.reference.outputs is not None
+    outputs = (np.zeros((2, 4, 5), dtype=np.float32), complete.reference.outputs[1])
+    reference = replace(complete.reference, outputs=outputs)
 
-    assert verify_softmax(trace, reference).status == "passed"
-    assert verify_softmax(trace, complete.reference).max_abs_error == pytest.approx(1)
+    assert verify_capture(trace, reference).status == "passed"
+    assert verify_capture(trace, complete.reference).max_abs_error == pytest.approx(1)
 
 
 def test_an_output_of_zero_is_wrong_where_the_values_are_not(captured: Captured) -> None:
@@ -377,7 +385,7 @@ def test_an_output_of_zero_is_wrong_where_the_values_are_not(captured: Captured)
     output = output_of(complete, 0)
     output[3] = 0
 
-    verification = verify_softmax(complete.trace, with_output(complete, 0, output))
+    verification = verify_capture(complete.trace, with_output(complete, 0, output))
 
     assert (verification.status, verification.reference) == ("failed", "attention output")
 
@@ -389,7 +397,7 @@ def test_an_output_where_the_values_are_zero_is_wrong_however_small(captured: Ca
     trace = replace(complete.trace, layers=(zero, windowed))
     output = np.full((4, 5), 1e-30, dtype=np.float32)
 
-    assert verify_softmax(trace, with_output(complete, 0, output)).status == "failed"
+    assert verify_capture(trace, with_output(complete, 0, output)).status == "failed"
 
 
 def test_an_output_that_is_not_a_number_fails(captured: Captured) -> None:
@@ -397,7 +405,7 @@ def test_an_output_that_is_not_a_number_fails(captured: Captured) -> None:
     output = output_of(complete, 1)
     output[0, 2] = np.nan
 
-    verification = verify_softmax(complete.trace, with_output(complete, 1, output))
+    verification = verify_capture(complete.trace, with_output(complete, 1, output))
 
     assert verification.status == "failed"
     assert not np.isfinite(verification.max_abs_error)
@@ -416,10 +424,10 @@ def test_a_product_may_round_the_softmax_or_not(tmp_path: Path, rounds: bool) ->
     trace = load_trace(make_trace(tmp_path / "trace", [made]))
     np.save(tmp_path / "softmax.npy", np.full((4, n), mass))
     weight = float(mass.astype(np.float16)) if rounds else float(mass)
-    output = np.full((4, 5), n * weight, dtype=np.float32)
+    output = np.full((1, 4, 5), n * weight, dtype=np.float32)
     reference = Reference((0,), ((tmp_path / "softmax.npy",),), {UNROUNDED: (made.q,)}, (output,))
 
     assert abs(float(mass.astype(np.float16)) / float(mass) - 1) > OUTPUT_TOLERANCE
-    assert verify_softmax(trace, reference).status == "passed"
+    assert verify_capture(trace, reference).status == "passed"
     wrong = replace(reference, outputs=(output * np.float32(1.1),))
-    assert verify_softmax(trace, wrong).status == "failed"
+    assert verify_capture(trace, wrong).status == "failed"

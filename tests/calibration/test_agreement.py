@@ -50,6 +50,18 @@ def test_captured_values_do_not_disturb_a_calibration() -> None:
     require_calibrated(calibrated(SMALL, values=True))
 
 
+@pytest.mark.parametrize(("cache_type_k", "cache_type_v"), [("f16", "f16"), ("q8_0", "q8_0")])
+@pytest.mark.parametrize("prove", [True, False])
+def test_flash_attention_reads_the_same(cache_type_k: str, cache_type_v: str, prove: bool) -> None:
+    engine = EngineSettings(
+        n_threads=1,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        flash_attention=True,
+    )
+    require_calibrated(calibrate(CaptureSettings(engine=engine, prove=prove), SMALL))
+
+
 @pytest.mark.parametrize(
     ("cache_type_k", "change"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureSettings, Prompt, capture
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.trace import Reference, Trace, Verification
@@ -91,7 +91,7 @@ class Captures:
 
             def verify(trace: Trace, reference: Reference) -> Verification:
                 kept.append(_copy(reference, folder))
-                return verify_softmax(trace, reference)
+                return verify_capture(trace, reference)
 
             trace = capture(model, prompt, settings, self.folder / "traces", verify)
             self._captured[key] = Captured(model, trace, kept[0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureSettings, Prompt, capture
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.trace import Trace, load_trace
@@ -470,8 +470,8 @@ def test_capturing_twice_keeps_both_traces_and_gives_the_same_arrays(
     llama: Path, tmp_path: Path
 ) -> None:
     settings = CaptureSettings(steps=range(2))
-    first = capture(llama, PROMPT, settings, tmp_path, verify_softmax)
-    second = capture(llama, PROMPT, settings, tmp_path, verify_softmax)
+    first = capture(llama, PROMPT, settings, tmp_path, verify_capture)
+    second = capture(llama, PROMPT, settings, tmp_path, verify_capture)
     assert first.directory == tmp_path / "tiny-letters"
     assert second.directory == tmp_path / "tiny-letters-2"
     for one, other in zip(first.layers, second.layers, strict=True):
@@ -488,7 +488,7 @@ def test_names_with_spaces_and_other_alphabets_are_captured(tmp_path: Path) -> N
         Prompt("日本 ../x", LETTERS),
         CaptureSettings(steps=range(1)),
         tmp_path / "out",
-        verify_softmax,
+        verify_capture,
     )
     assert trace.directory.parent == tmp_path / "out"
     assert trace.model["name"] == "petit modèle"
@@ -499,7 +499,7 @@ def test_a_good_capture_prints_nothing(
     llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = CaptureSettings(steps=range(3), engine=EngineSettings(cache_type_k="q8_0"))
-    capture(llama, PROMPT, settings, tmp_path, verify_softmax)
+    capture(llama, PROMPT, settings, tmp_path, verify_capture)
     assert capfd.readouterr() == ("", "")
 
 
@@ -510,7 +510,7 @@ def test_the_number_of_threads_does_not_change_the_trace(llama: Path, tmp_path: 
             PROMPT,
             CaptureSettings(steps=range(2), engine=EngineSettings(n_threads=n_threads)),
             tmp_path,
-            verify_softmax,
+            verify_capture,
         )
         for n_threads in (1, 2)
     ]
@@ -523,7 +523,7 @@ def test_the_number_of_threads_does_not_change_the_trace(llama: Path, tmp_path: 
 
 def test_the_models_longest_context_can_be_filled(llama: Path, tmp_path: Path) -> None:
     prompt = Prompt("full", random_text(512 - 1 - 4))
-    trace = capture(llama, prompt, CaptureSettings(steps=range(4)), tmp_path, verify_softmax)
+    trace = capture(llama, prompt, CaptureSettings(steps=range(4)), tmp_path, verify_capture)
     assert trace.n_context == 512
     assert trace.verification is not None
     assert trace.verification.max_abs_error < 1e-5

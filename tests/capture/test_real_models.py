@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureSettings, Prompt, capture
 from pytest_kvgate.engine import EngineSettings
 
@@ -22,7 +22,7 @@ def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str, valu
         steps=range(0, 17, 8), engine=EngineSettings(cache_type_k=cache_type), values=values
     )
     prompt = Prompt("argparse", inspect.getsource(argparse)[:4000])
-    trace = capture(model, prompt, settings, tmp_path, verify_softmax)
+    trace = capture(model, prompt, settings, tmp_path, verify_capture)
     assert trace.verification is not None
     assert trace.verification.status == "passed"
     assert trace.verification.max_abs_error < 1e-5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture, read_prompt
 from pytest_kvgate.engine import EngineError, EngineSettings
 from pytest_kvgate.trace import Reference, Trace, Verification
@@ -39,7 +39,7 @@ def attempt(
     n_context: int | None = None,
 ) -> Trace:
     engine = EngineSettings(n_threads=1)
-    return capture(model, prompt, CaptureSettings(steps, n_context, engine), out, verify_softmax)
+    return capture(model, prompt, CaptureSettings(steps, n_context, engine), out, verify_capture)
 
 
 def assert_nothing_left(out: Path) -> None:

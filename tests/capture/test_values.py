@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.capture import CaptureError, Prompt
+from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt
 from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.engine import Engine, EngineSettings
 from pytest_kvgate.trace import Step, TraceWriter
@@ -70,8 +70,8 @@ def test_the_engines_own_output_is_its_softmax_times_the_captured_values(
 ) -> None:
     captured = captures(architecture, values=True)
     assert captured.reference.outputs is not None
-    for position, output in enumerate(captured.reference.outputs):
-        by_hand = outputs_by_hand(captured, position)
+    for position, outputs in enumerate(captured.reference.outputs):
+        output, by_hand = outputs[-1], outputs_by_hand(captured, position)
         assert output.dtype == np.float32
         assert output.shape == by_hand.shape
         distance = np.linalg.norm(output - by_hand, axis=1)
@@ -174,7 +174,7 @@ def test_values_are_believed_where_sinks_leave_hardly_any_mass(
     assert captured.verification.status == "passed"
     assert captured.reference.outputs is not None
     assert np.load(captured.reference.softmax[0][-1]).sum(axis=1).max() < 1e-2
-    silent = [not output.any(axis=1).all() for output in captured.reference.outputs]
+    silent = [not outputs[-1].any(axis=1).all() for outputs in captured.reference.outputs]
     assert any(silent) == (sink >= 20)
 
 
@@ -184,11 +184,11 @@ def test_a_layer_whose_values_were_not_seen_is_refused(llama: Path, tmp_path: Pa
         Engine(llama, EngineSettings(n_threads=1)) as engine,
         TraceWriter(tmp_path / "traces", "unseen") as writer,
     ):
-        collector = Collector(writer, tmp_path, 1, values=True)
-        engine.start(len(tokens) + 1)
-        engine.decode(tokens)
+        collector = Collector(writer, tmp_path, CaptureSettings(steps=range(1), values=True))
+        context = engine.start(len(tokens) + 1)
+        context.decode(tokens)
         collector.begin(Step(0, len(tokens) + 1))
-        engine.hook.arm(collector.take)  # and nobody takes V
-        engine.decode([80])
+        context.hook.arm(collector.take)  # and nobody takes V
+        context.decode([80])
         with pytest.raises(CaptureError, match=r"layer 0 does not multiply its softmax by V .* V "):
             collector.end()

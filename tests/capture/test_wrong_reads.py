@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import verify_softmax
+from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.analysis.verification import OUTPUT_TOLERANCE, SOFTMAX_TOLERANCE
 from pytest_kvgate.trace import Layer, Reference, Step, Trace
 from tests.capture.captures import Captured, Captures, hadamard
@@ -43,7 +43,7 @@ def with_queries(
 
 
 def assert_caught(trace: Trace, reference: Reference) -> None:
-    verification = verify_softmax(trace, reference)
+    verification = verify_capture(trace, reference)
     assert verification.status == "failed"
     assert not verification.max_abs_error < 3 * SOFTMAX_TOLERANCE
 
@@ -53,7 +53,7 @@ def with_values(trace: Trace, position: int, change: Callable[[Values], Values])
 
 
 def assert_values_caught(trace: Trace, reference: Reference) -> None:
-    verification = verify_softmax(trace, reference)
+    verification = verify_capture(trace, reference)
     assert verification.status == "failed"
     assert verification.reference == "attention output"
     assert verification.tolerance == OUTPUT_TOLERANCE
@@ -61,7 +61,7 @@ def assert_values_caught(trace: Trace, reference: Reference) -> None:
 
 
 def assert_believed(captured: Captured) -> None:
-    verification = verify_softmax(captured.trace, captured.reference)
+    verification = verify_capture(captured.trace, captured.reference)
     assert verification == captured.verification
     assert verification.status == "passed"
 
@@ -214,7 +214,7 @@ def test_values_that_are_not_finite_are_caught(captures: Captures, value: float)
 
     captured = captures("llama")
     wrong = with_keys(captured.trace, 0, spoil)
-    verification = verify_softmax(wrong, captured.reference)
+    verification = verify_capture(wrong, captured.reference)
     assert verification.status == "failed"
     assert verification.max_abs_error == float("inf")
 
@@ -344,7 +344,7 @@ def test_values_that_are_not_numbers_are_caught(captures: Captures, value: float
 def test_wrong_keys_are_named_before_wrong_values(captures: Captures) -> None:
     captured = captures("llama", values=True)
     trace = with_values(captured.trace, 0, shift_positions)
-    verification = verify_softmax(with_keys(trace, 0, shift_positions), captured.reference)
+    verification = verify_capture(with_keys(trace, 0, shift_positions), captured.reference)
     assert (verification.status, verification.reference) == ("failed", "softmax")
 
 

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pytest_kvgate.engine import AttentionHook, AttentionRead, Engine, EngineSettings, ValueRead
+from pytest_kvgate.engine import (
+    AttentionHook,
+    AttentionRead,
+    Context,
+    Engine,
+    EngineSettings,
+    ValueRead,
+)
 from tests.models import HEAD_DIM, N_LAYER, N_VOCAB, token_ids
 
 PROMPT = token_ids("a prompt of some forty tokens for the engine")
@@ -18,9 +25,9 @@ SETTINGS = EngineSettings(n_threads=1)
 
 
 @pytest.fixture
-def engine(model: Path) -> Iterator[Engine]:
-    with Engine(model, SETTINGS) as opened:
-        opened.start(len(PROMPT) + 400)
+def context(model: Path) -> Iterator[Context]:
+    with Engine(model, SETTINGS) as engine:
+        opened = engine.start(len(PROMPT) + 400)
         opened.decode(PROMPT)
         yield opened
 
@@ -29,9 +36,9 @@ def engine(model: Path) -> Iterator[Engine]:
 def expected(model: Path) -> NDArray[np.float32]:
     """Return the logits after the prompt and one token, with no hook armed."""
     with Engine(model, SETTINGS) as engine:
-        engine.start(len(PROMPT) + 400)
-        engine.decode(PROMPT)
-        return engine.decode([TOKEN])
+        context = engine.start(len(PROMPT) + 400)
+        context.decode(PROMPT)
+        return context.decode([TOKEN])
 
 
 class Raising:
@@ -48,17 +55,18 @@ class Raising:
             raise self.error
 
 
-def test_every_kv_layer_of_a_decode_step_is_reported_once(engine: Engine) -> None:
+def test_every_kv_layer_of_a_decode_step_is_reported_once(context: Context) -> None:
     reads: list[AttentionRead] = []
     softmax: list[NDArray[np.float32]] = []
 
     def take(read: AttentionRead) -> None:
         reads.append(read)
+        assert read.read_softmax is not None
         softmax.append(read.read_softmax())
 
-    engine.hook.arm(take)
-    engine.decode([TOKEN])
-    assert engine.hook.disarm() == N_LAYER
+    context.hook.arm(take)
+    context.decode([TOKEN])
+    assert context.hook.disarm() == N_LAYER
     assert [read.index for read in reads] == list(range(N_LAYER))
     for read, weights in zip(reads, softmax, strict=True):
         assert read.queries.shape == (4, HEAD_DIM)
@@ -72,13 +80,14 @@ def test_every_kv_layer_of_a_decode_step_is_reported_once(engine: Engine) -> Non
 
 
 def test_the_product_with_v_is_reported_after_its_layer_where_it_is_asked_for(
-    engine: Engine,
+    context: Context,
 ) -> None:
     order: list[tuple[str, int]] = []
     softmax: list[NDArray[np.float32]] = []
 
     def take(read: AttentionRead) -> None:
         order.append(("attention", read.index))
+        assert read.read_softmax is not None
         softmax.append(read.read_softmax())
 
     def take_values(read: ValueRead) -> None:
@@ -91,9 +100,9 @@ def test_the_product_with_v_is_reported_after_its_layer_where_it_is_asked_for(
         by_hand = weights @ values.astype(np.float32)
         np.testing.assert_allclose(output, by_hand.reshape(4, HEAD_DIM), atol=2e-3)
 
-    engine.hook.arm(take, take_values)
-    engine.decode([TOKEN])
-    assert engine.hook.disarm() == N_LAYER
+    context.hook.arm(take, take_values)
+    context.decode([TOKEN])
+    assert context.hook.disarm() == N_LAYER
     assert order == [(what, index) for index in range(N_LAYER) for what in ("attention", "values")]
 
 
@@ -110,54 +119,54 @@ def test_a_graph_stops_at_the_product_with_v_only_where_it_is_asked_for(
 
     monkeypatch.setattr(AttentionHook, "__call__", count)
     with Engine(model, SETTINGS) as engine:
-        engine.start(len(PROMPT) + 1)
-        engine.decode(PROMPT)
+        context = engine.start(len(PROMPT) + 1)
+        context.decode(PROMPT)
         called.clear()
-        engine.hook.arm(lambda _read: None, (lambda _read: None) if values else None)
-        engine.decode([TOKEN])
+        context.hook.arm(lambda _read: None, (lambda _read: None) if values else None)
+        context.decode([TOKEN])
     assert called.count(False) == n_node * N_LAYER
 
 
-def test_what_the_callback_for_values_raises_comes_out_of_decode(engine: Engine) -> None:
+def test_what_the_callback_for_values_raises_comes_out_of_decode(context: Context) -> None:
     def fail(_read: ValueRead) -> None:
         raise ValueError("wrong")
 
-    engine.hook.arm(lambda _read: None, fail)
+    context.hook.arm(lambda _read: None, fail)
     with pytest.raises(ValueError, match="wrong"):
-        engine.decode([TOKEN])
-    assert np.isfinite(engine.decode([TOKEN])).all()
+        context.decode([TOKEN])
+    assert np.isfinite(context.decode([TOKEN])).all()
 
 
 def test_listening_to_values_does_not_change_the_logits(
-    engine: Engine, expected: NDArray[np.float32]
+    context: Context, expected: NDArray[np.float32]
 ) -> None:
-    engine.hook.arm(lambda _read: None, lambda _read: None)
-    np.testing.assert_allclose(engine.decode([TOKEN]), expected, atol=1e-4)
+    context.hook.arm(lambda _read: None, lambda _read: None)
+    np.testing.assert_allclose(context.decode([TOKEN]), expected, atol=1e-4)
 
 
 def test_listening_does_not_change_the_logits(
-    engine: Engine, expected: NDArray[np.float32]
+    context: Context, expected: NDArray[np.float32]
 ) -> None:
-    engine.hook.arm(lambda _read: None)
-    logits = engine.decode([TOKEN])
+    context.hook.arm(lambda _read: None)
+    logits = context.decode([TOKEN])
     assert logits.shape == (N_VOCAB,)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_a_disarmed_hook_reports_nothing(engine: Engine) -> None:
+def test_a_disarmed_hook_reports_nothing(context: Context) -> None:
     reads: list[AttentionRead] = []
-    engine.hook.arm(reads.append)
-    engine.hook.disarm()
-    engine.decode([TOKEN])
+    context.hook.arm(reads.append)
+    context.hook.disarm()
+    context.decode([TOKEN])
     assert reads == []
 
 
-def test_arming_anew_starts_a_new_count(engine: Engine) -> None:
+def test_arming_anew_starts_a_new_count(context: Context) -> None:
     counts = []
     for _ in range(3):
-        engine.hook.arm(lambda _read: None)
-        engine.decode([TOKEN])
-        counts.append(engine.hook.disarm())
+        context.hook.arm(lambda _read: None)
+        context.decode([TOKEN])
+        counts.append(context.hook.disarm())
     assert counts == [N_LAYER] * 3
 
 
@@ -168,33 +177,35 @@ def test_arming_anew_starts_a_new_count(engine: Engine) -> None:
     ids=lambda e: type(e).__name__,
 )
 def test_what_a_callback_raises_comes_out_of_decode(
-    engine: Engine, error: BaseException, after: int
+    context: Context, error: BaseException, after: int
 ) -> None:
     callback = Raising(error, after)
-    engine.hook.arm(callback)
+    context.hook.arm(callback)
     with pytest.raises(type(error)) as caught:
-        engine.decode([TOKEN])
+        context.decode([TOKEN])
     assert caught.value is error
     assert callback.calls == after + 1
 
 
-def test_after_a_callback_has_raised_no_read_is_reported(engine: Engine) -> None:
+def test_after_a_callback_has_raised_no_read_is_reported(context: Context) -> None:
     callback = Raising(ValueError("wrong"))
-    engine.hook.arm(callback)
+    context.hook.arm(callback)
     with pytest.raises(ValueError, match="wrong"):
-        engine.decode([TOKEN])
-    assert np.isfinite(engine.decode([TOKEN])).all()
+        context.decode([TOKEN])
+    assert np.isfinite(context.decode([TOKEN])).all()
     assert callback.calls == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
-def test_the_engine_can_be_armed_again_after_an_error(engine: Engine, error: BaseException) -> None:
-    engine.hook.arm(Raising(error))
+def test_the_engine_can_be_armed_again_after_an_error(
+    context: Context, error: BaseException
+) -> None:
+    context.hook.arm(Raising(error))
     with pytest.raises(type(error)):
-        engine.decode([TOKEN])
+        context.decode([TOKEN])
     reads: list[AttentionRead] = []
-    engine.hook.arm(reads.append)
-    engine.decode([TOKEN])
+    context.hook.arm(reads.append)
+    context.decode([TOKEN])
     assert [read.index for read in reads] == list(range(N_LAYER))
 
 
@@ -204,38 +215,38 @@ def test_an_engine_opened_after_an_error_decodes_as_if_nothing_had_been(
 ) -> None:
     def fail() -> None:
         with Engine(model, SETTINGS) as engine:
-            engine.start(len(PROMPT) + 1)
-            engine.decode(PROMPT)
-            engine.hook.arm(Raising(error))
-            engine.decode([TOKEN])
+            context = engine.start(len(PROMPT) + 1)
+            context.decode(PROMPT)
+            context.hook.arm(Raising(error))
+            context.decode([TOKEN])
 
     with pytest.raises(type(error)):
         fail()
     with Engine(model, SETTINGS) as engine:
-        engine.start(len(PROMPT) + 400)
-        engine.decode(PROMPT)
-        np.testing.assert_array_equal(engine.decode([TOKEN]), expected)
+        context = engine.start(len(PROMPT) + 400)
+        context.decode(PROMPT)
+        np.testing.assert_array_equal(context.decode([TOKEN]), expected)
 
 
 def test_closing_twice_is_harmless(model: Path) -> None:
     engine = Engine(model, SETTINGS)
-    engine.start(16)
-    engine.hook.arm(Raising(ValueError("wrong")))
+    context = engine.start(16)
+    context.hook.arm(Raising(ValueError("wrong")))
     with pytest.raises(ValueError, match="wrong"):
-        engine.decode([TOKEN])
+        context.decode([TOKEN])
     engine.close()
     engine.close()
 
 
-def test_a_signal_within_a_callback_interrupts_decode(engine: Engine) -> None:
-    engine.hook.arm(lambda _read: signal.raise_signal(signal.SIGINT))
+def test_a_signal_within_a_callback_interrupts_decode(context: Context) -> None:
+    context.hook.arm(lambda _read: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        engine.decode([TOKEN])
+        context.decode([TOKEN])
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_at_any_moment_of_a_sampled_step_interrupts_decode(engine: Engine) -> None:
+def test_a_signal_at_any_moment_of_a_sampled_step_interrupts_decode(context: Context) -> None:
     attempts, interrupted = 30, 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -243,8 +254,8 @@ def test_a_signal_at_any_moment_of_a_sampled_step_interrupts_decode(engine: Engi
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0001 * attempt)
                 for _ in range(10):
-                    engine.hook.arm(lambda _read: None)
-                    engine.decode([TOKEN])
+                    context.hook.arm(lambda _read: None)
+                    context.decode([TOKEN])
                 time.sleep(0.05)
             except KeyboardInterrupt:
                 interrupted += 1

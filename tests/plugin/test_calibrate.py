@@ -27,6 +27,9 @@ def test_expected_to_miss():
 
 def test_own_judgement(kvgate_profile):
     assert kvgate_profile.coverage("oracle", 0.25) > 0.2
+
+def test_own_arrays(kvgate_trace):
+    assert kvgate_trace.layers
 """
 
 GO = """
@@ -100,7 +103,7 @@ def test_one_calibration_stands_above_the_verdicts_and_in_the_report(
     )
     run = pytester.runpytest_subprocess if workers else pytester.runpytest
     result = run(*arguments)
-    result.assert_outcomes(passed=4)
+    result.assert_outcomes(passed=5)
     result.stdout.fnmatch_lines(
         [
             "tiny-llama (llama, F32)",
@@ -131,7 +134,7 @@ def test_no_gate_passes_on_an_instrument_that_is_off(
     assert report(pytester)["calibration"] is None
 
     result = run("--kvgate-calibrate", *arguments)
-    result.assert_outcomes(failed=3, errors=1)
+    result.assert_outcomes(failed=3, errors=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["*instrument OFF: *recent*, expected *", "INVALID  *test_gate*", "*instrument OFF: *"]

@@ -1,0 +1,72 @@
+"""What the hook hands over: one attention node's operands, its V, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.engine.ggml import FloatArray
+
+
+@dataclass(frozen=True)
+class AttentionRead:
+    """What one attention node read and computed for one query position.
+
+    ``queries`` is ``[n_head, head_dim]`` float32 as the product received it. ``read_keys(n)``
+    copies the first n cells of the cache, ``[n_head_kv, n, head_dim]``, and ``read_softmax()`` the
+    weights ``[n_head, n_cell]`` float32; both work during ``on_read`` only. With flash attention
+    there is no softmax to read. ``mask`` is ``[n_cell]``: minus infinity where hidden. ``rotation``
+    is the orthonormal ``[r, r]`` matrix
+    that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
+    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
+    a layer that reads another layer's cache.
+    """
+
+    index: int
+    queries: NDArray[np.float32]
+    n_head_kv: int
+    key_type: str
+    read_keys: Callable[[int], FloatArray]
+    mask: NDArray[np.float32]
+    read_softmax: Callable[[], NDArray[np.float32]] | None
+    scale: float
+    softcap: float | None
+    max_bias: float
+    sinks: NDArray[np.float32] | None
+    rotation: NDArray[np.float32] | None
+    n_rot: int
+    rotated_last: bool
+    shared_keys: bool
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """The product of V and the softmax of the attention node with the same ``index``.
+
+    ``read_values(n)`` copies V of the first n cells of the cache, ``[n_head_kv, n, d_v]``, and
+    ``read_output()`` what the product gave, ``[n_head, d_v]`` float32; both work during
+    ``on_values`` only. ``rotation`` is the matrix that V, and with it the output, was multiplied by
+    before the cache, as for K.
+    """
+
+    index: int
+    rotation: NDArray[np.float32] | None
+    read_values: Callable[[int], FloatArray]
+    read_output: Callable[[], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class OutputNode:
+    """What the heads of one attention node put out, before the output projection.
+
+    ``read()`` copies it, ``[n_token, n_head · d_v]`` float32, and ``write(array)`` puts another in
+    its place; both work during ``on_output`` only. ``again`` marks the same output once more, in
+    the basis that the model goes on with, where the cache has another.
+    """
+
+    again: bool
+    read: Callable[[], NDArray[np.float32]]
+    write: Callable[[NDArray[np.float32]], None]
