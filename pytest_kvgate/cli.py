@@ -16,19 +16,17 @@ from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import ReportTarget, engine_problem, report_problem
 
 if TYPE_CHECKING:
+    from pytest_kvgate.engine import EngineSettings
     from pytest_kvgate.trace import Trace
 
 #: What the model reads first; for two commands.
 PROMPT_HELP = "UTF-8 text, or .json file with a chat or token ids, that the model reads first"
+ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k", "cache-type-v", "flash-attn")
 CAPTURE_OPTIONS = (
     "continuation",
     "ctx",
     "steps",
-    "ngl",
-    "threads",
-    "cache-type-k",
-    "cache-type-v",
-    "flash-attn",
+    *ENGINE_OPTIONS,
     "values",
     "ignore-eos",
     "allow-native-sparse",
@@ -48,7 +46,7 @@ PROFILE_OPTIONS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 1 where there is no trace to be believed."""
+    """Run the command; returns the exit status: 0, or 1 where nothing can be believed."""
     from pytest_kvgate.pipeline import EVIDENCE_ERRORS, EvidenceError  # noqa: PLC0415
 
     for stream in (sys.stdout, sys.stderr):
@@ -93,7 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     profile = commands.add_parser("profile", help="measure saved traces and print the tables")
     profile.add_argument("traces", type=Path, nargs="+", help="trace folders, pooled per model")
     profile.set_defaults(run=_profile)
+    calibrate = commands.add_parser(
+        "calibrate", help="check on control models that what is measured is right"
+    )
+    calibrate.set_defaults(run=_calibrate)
     for option in OPTIONS:
+        if option.name in ENGINE_OPTIONS:
+            _add(calibrate, option)
         if option.name in CAPTURE_OPTIONS:
             single = replace(option, repeatable=False)  # there is one prompt
             _add(capture, single)
@@ -155,27 +159,16 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Trace:
     from pytest_kvgate.analysis import verify_capture  # noqa: PLC0415
     from pytest_kvgate.capture import (  # noqa: PLC0415
-        CaptureError,
         CaptureSettings,
         capture,
         read_prompt,
         with_continuation,
     )
-    from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
-    problem = engine_problem(parsed.cache_type_v, flash_attention=parsed.flash_attn)
-    if problem is not None:
-        raise CaptureError(f"--cache-type-v: {problem}.")
     settings = CaptureSettings(
         steps=parsed.steps,
         n_context=parsed.ctx,
-        engine=EngineSettings(
-            n_gpu_layers=parsed.ngl,
-            n_threads=parsed.threads,
-            cache_type_k=parsed.cache_type_k,
-            cache_type_v=parsed.cache_type_v,
-            flash_attention=parsed.flash_attn,
-        ),
+        engine=_engine(parsed),
         values=parsed.values,
         prove=prove,
         ignore_eos=parsed.ignore_eos,
@@ -203,6 +196,34 @@ def _report_verification(trace: Trace) -> int:
         f"differ by at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
     )
     return 0 if checked.status == "passed" else 1
+
+
+def _engine(parsed: argparse.Namespace) -> EngineSettings:
+    from pytest_kvgate.engine import EngineError, EngineSettings  # noqa: PLC0415
+
+    problem = engine_problem(parsed.cache_type_v, flash_attention=parsed.flash_attn)
+    if problem is not None:
+        raise EngineError(f"--cache-type-v: {problem}.")
+    return EngineSettings(
+        n_gpu_layers=parsed.ngl,
+        n_threads=parsed.threads,
+        cache_type_k=parsed.cache_type_k,
+        cache_type_v=parsed.cache_type_v,
+        flash_attention=parsed.flash_attn,
+    )
+
+
+def _calibrate(parsed: argparse.Namespace) -> int:
+    from pytest_kvgate.calibration import calibrate  # noqa: PLC0415
+    from pytest_kvgate.capture import CaptureSettings  # noqa: PLC0415
+    from pytest_kvgate.engine import require_llama  # noqa: PLC0415
+    from pytest_kvgate.report.calibration import calibration_lines  # noqa: PLC0415
+
+    require_llama()
+    outcome = calibrate(CaptureSettings(engine=_engine(parsed)))
+    for line in calibration_lines(outcome.as_json()):
+        print(line)
+    return 0 if outcome.calibrated else 1
 
 
 def _profile(parsed: argparse.Namespace) -> int:

@@ -10,8 +10,9 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pytest_kvgate.analysis import (
     PageGrid,
@@ -27,6 +28,7 @@ from pytest_kvgate.analysis.wording import distinct
 from pytest_kvgate.capture import (
     CaptureError,
     CaptureSettings,
+    Prompt,
     capture,
     read_prompt,
     with_continuation,
@@ -219,8 +221,6 @@ class Evidence:
     def _capture_once(self, source: Source) -> Trace:
         assert source.model is not None
         assert source.prompt is not None
-        from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
-
         prompt = read_prompt(source.prompt)
         if source.workload is not None:
             prompt = replace(prompt, name=source.workload)
@@ -229,34 +229,36 @@ class Evidence:
         # by content: each worker may have been handed a copy of the prompt of its own
         parts = (str(source.model.resolve()), repr(prompt), repr(self.settings))
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-        outcome = self.folder / f"{key}.json"
-        with FileLock(self.folder / f"{key}.lock"):
-            if outcome.exists():
-                known = json.loads(outcome.read_text(encoding="utf-8"))
-                if known["error"] is not None:
-                    raise CaptureError(known["error"])
-                return load_trace(known["directory"])
-            self.announce(f"capturing {source.label}")
-            try:
-                trace = capture(
-                    source.model,
-                    prompt,
-                    self.settings,
-                    self.save or self.folder,
-                    verify_capture,
-                )
-            except EVIDENCE_ERRORS as error:
-                _record(outcome, None, str(error))
-                raise
-            _record(outcome, trace.directory, None)
-            if self.save is not None:
-                self.announce(f"kept as {trace.directory}")
-            return trace
+        known = once(self.folder, key, partial(self._capture, source, source.model, prompt))
+        if known["error"] is not None:
+            raise CaptureError(known["error"])
+        return load_trace(known["directory"])
+
+    def _capture(self, source: Source, model: Path, prompt: Prompt) -> dict[str, Any]:
+        """Capture now; return where the trace lies, or why there is none."""
+        self.announce(f"capturing {source.label}")
+        try:
+            trace = capture(model, prompt, self.settings, self.save or self.folder, verify_capture)
+        except EVIDENCE_ERRORS as error:
+            return {"directory": None, "error": str(error)}
+        if self.save is not None:
+            self.announce(f"kept as {trace.directory}")
+        return {"directory": str(trace.directory), "error": None}
 
 
-def _record(outcome: Path, directory: Path | None, error: str | None) -> None:
-    known = {"directory": None if directory is None else str(directory), "error": error}
-    outcome.write_text(json.dumps(known), encoding="utf-8")
+def once(folder: Path, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``make`` returns, JSON values, made by the first process that asks for it.
+
+    The processes share ``folder``; the others wait. An exception is not remembered.
+    """
+    from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
+
+    outcome = folder / f"{name}.json"
+    with FileLock(folder / f"{name}.lock"):
+        if not outcome.exists():
+            outcome.write_text(json.dumps(make()), encoding="utf-8")
+        known: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
+    return known
 
 
 def _unless_error(value: T | Exception) -> T:

@@ -6,13 +6,14 @@ controller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvgate.analysis import REQUIRED_COVERAGES, PageGrid, Plan, Profile, Selector
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
+from pytest_kvgate.calibration import calibrate
 from pytest_kvgate.capture import CaptureSettings
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.gate import Gate, GateResult, decide, distrust_reason, unanswered
@@ -21,6 +22,7 @@ from pytest_kvgate.pipeline import (
     EvidenceError,
     Subject,
     model_subjects,
+    once,
     trace_subjects,
 )
 from pytest_kvgate.report.document import Document, profile_document
@@ -42,6 +44,40 @@ def find_subjects(settings: Settings) -> tuple[Subject, ...]:
     )
 
 
+def capture_settings(settings: Settings) -> CaptureSettings:
+    """Return how to capture, as the settings say."""
+    return CaptureSettings(
+        steps=settings.steps,
+        n_context=settings.n_context,
+        values=settings.values,
+        engine=EngineSettings(
+            n_gpu_layers=settings.n_gpu_layers,
+            n_threads=settings.n_threads,
+            cache_type_k=settings.cache_type_k,
+            cache_type_v=settings.cache_type_v,
+            flash_attention=settings.flash_attention,
+        ),
+        prove=settings.verification == "reference",
+        ignore_eos=settings.ignore_eos,
+        allow_native_sparse=settings.allow_native_sparse,
+    )
+
+
+def calibration_document(
+    settings: Settings, folder: Path, announce: Callable[[str], None]
+) -> Document:
+    """Return what a calibration with these engine settings found.
+
+    Processes that share ``folder`` share one calibration; ``announce`` is told before it begins.
+    """
+
+    def make() -> Document:
+        announce("calibrating the instrument")
+        return calibrate(capture_settings(settings)).as_json()
+
+    return once(folder, "calibration", make)
+
+
 def gather_evidence(
     settings: Settings, gates: Iterable[Gate], folder: Path, registry: Mapping[str, Selector]
 ) -> Evidence:
@@ -56,20 +92,9 @@ def gather_evidence(
     coverages = {coverage for gate in gates for coverage in gate.wanted_coverages}
     sizes = [gate.page_size for gate in gates if gate.page_size is not None]
     return Evidence(
-        settings=CaptureSettings(
-            steps=settings.steps,
-            n_context=settings.n_context,
+        settings=replace(
+            capture_settings(settings),
             values=settings.values or any(gate.needs_values for gate in gates),
-            allow_native_sparse=settings.allow_native_sparse,
-            prove=settings.verification == "reference",
-            ignore_eos=settings.ignore_eos,
-            engine=EngineSettings(
-                n_gpu_layers=settings.n_gpu_layers,
-                n_threads=settings.n_threads,
-                cache_type_k=settings.cache_type_k,
-                cache_type_v=settings.cache_type_v,
-                flash_attention=settings.flash_attention,
-            ),
         ),
         grid=PageGrid(settings.page_size, settings.sinks, settings.recent),
         page_sizes=tuple(dict.fromkeys((settings.page_size, *sizes, *swept_sizes(settings)))),
@@ -95,12 +120,14 @@ class GateSession:
     """Judges gates, and keeps one document per model and page size that was looked at.
 
     ``sweep`` are page sizes to compare, in tokens; ``link`` is the link to host memory in GB/s.
+    ``calibration`` returns the outcome of the run's calibration, None where nobody asked for one.
     """
 
     evidence: Evidence
     subjects: tuple[Subject, ...]
     sweep: tuple[int, ...] = ()
     link: float | None = None
+    calibration: Callable[[], Document] | None = None
     documents: dict[str, Document] = field(default_factory=dict)
 
     @property
@@ -108,10 +135,26 @@ class GateSession:
         """The page size of gates that name none, in tokens."""
         return self.evidence.grid.page_size
 
+    def require_calibrated(self) -> None:
+        """Ask for the calibration, if one is wanted.
+
+        Raises:
+            EvidenceError: the instrument is off.
+        """
+        if self.calibration is None:
+            return
+        outcome = self.calibration()
+        if not outcome["calibrated"]:
+            raise EvidenceError(
+                f"{outcome['summary']}. No number of this run can be believed; `kvgate calibrate` "
+                "shows all that were compared."
+            )
+
     def judge(self, gate_id: str, gate: Gate, subject: Subject) -> GateResult:
         """Return the verdict on one model; evidence that cannot be had makes it INVALID."""
         page_size = gate.page_size or self.page_size
         try:
+            self.require_calibrated()
             profile = self.evidence.profile(subject, page_size)
             self.describe(subject, page_size)
         except EvidenceError as error:
@@ -122,8 +165,10 @@ class GateSession:
         """Return a profile whose traces did not fail verification.
 
         Raises:
-            EvidenceError: a source could not be had, or is not what the model read.
+            EvidenceError: a source could not be had, or is not what the model read; or the
+                calibration says that no number can be believed.
         """
+        self.require_calibrated()
         profile = self.evidence.profile(subject, page_size)
         distrust = distrust_reason(profile)
         if distrust is not None:
@@ -134,8 +179,10 @@ class GateSession:
         """Return the document of one model at a page size, in tokens.
 
         Raises:
-            EvidenceError: a source could not be captured, loaded or measured.
+            EvidenceError: a source could not be captured, loaded or measured, or the calibration
+                says that no number can be believed.
         """
+        self.require_calibrated()
         key = f"{subject.label} at {page_size}"
         if key not in self.documents:
             self.documents[key] = profile_document(

@@ -69,6 +69,7 @@ class Settings:
     link: float | None
     sweep: tuple[int, ...]
     verbose: bool
+    calibrate: bool
     reports: tuple[ReportTarget, ...]
 
     def as_reported(self) -> dict[str, Any]:
@@ -184,6 +185,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
         link=values["link"],
         sweep=values["sweep"],
         verbose=values["verbose"],
+        calibrate=values["calibrate"],
         reports=values["report"],
     )
 

@@ -229,6 +229,14 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
     ),
     Option(
+        "calibrate",
+        "",
+        "first check on control models that the numbers are right; no gate passes if they are not",
+        parse_flag,
+        "false",
+        switch=True,
+    ),
+    Option(
         "report",
         "KIND:PATH",
         "write a report, such as json:kvgate.json; repeatable",

@@ -39,6 +39,8 @@ from pytest_kvgate.plugin.state import (
     NO_EVIDENCE,
     STATE,
     State,
+    calibrated,
+    check_calibration,
     headline,
     open_session,
     require_session,
@@ -81,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(VerdictCollector(state), "kvgate-verdicts")
     if given_on_command_line(config):
         subjects_of(config)
+        check_calibration(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -224,6 +227,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(config, "workeroutput"):
         config.workeroutput["kvgate_documents"] = state.documents
         config.workeroutput["kvgate_used"] = state.used
+        config.workeroutput["kvgate_calibration"] = state.calibration
         return
     if state.usage_error is not None:
         raise pytest.UsageError(state.usage_error)
@@ -240,7 +244,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             state.rows += unanswered_rows(item, "NOT EVALUATED", "the run ended before its test")
     if not finished:
         return
-    asked = given_on_command_line(config, "model", "trace")
+    asked = given_on_command_line(config, "model", "trace", "calibrate")
+    if given_on_command_line(config, "calibrate"):
+        calibrated(config)
     if state.involved or state.rows or given_on_command_line(config, "report"):
         write_reports(config)
     judged_any = any(row["verdict"] != "NOT EVALUATED" for row in state.rows)
@@ -249,14 +255,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         state.problems.append(f"{asked[0]} was given, but no gate was run: NOTHING WAS EVALUATED.")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
-    if state.problems and session.exitstatus == pytest.ExitCode.OK:
+    off = state.calibration is not None and not state.calibration["calibrated"]
+    if (state.problems and session.exitstatus == pytest.ExitCode.OK) or off:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List every gate, and what was measured."""
     state = state_of(terminalreporter.config)
-    if not (state.rows or state.documents or state.problems):
+    if not (state.rows or state.documents or state.problems or state.calibration):
         return
     from pytest_kvgate.report.summary import summary_lines  # noqa: PLC0415
 
@@ -264,7 +271,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     settings = state.settings
     verbose = settings is not None and settings.verbose
     documents = state.documents.values()
-    for line in summary_lines(documents, state.rows, state.problems, verbose=verbose):
+    for line in summary_lines(
+        documents, state.rows, state.problems, calibration=state.calibration, verbose=verbose
+    ):
         terminalreporter.line(line)
     save = None if settings is None else settings.save
     if save is not None and state.documents:
@@ -303,6 +312,7 @@ def kvgate_trace(
     n_source = sum(len(subject.sources) for subject in session.subjects)
     subject, position = chosen(request.node, _kvgate_choice, n_source)
     with broken_evidence(request.node):
+        session.require_calibrated()
         return session.evidence.trace(session.subjects[subject].sources[position or 0])
 
 

@@ -35,6 +35,7 @@ class VerdictCollector:
         """Keep what an xdist worker measured."""
         output = getattr(node, "workeroutput", {})
         self._state.documents.update(output.get("kvgate_documents", {}))
+        self._state.calibration = output.get("kvgate_calibration") or self._state.calibration
         self._state.used |= output.get("kvgate_used", False)
         self._state.usage_error = output.get("kvgate_usage_error", self._state.usage_error)
 
@@ -55,9 +56,10 @@ def write_reports(config: pytest.Config) -> None:
         # workers of xdist may have found a selector in a conftest.py that the controller never read
         if not state.documents:
             raise
+    off = state.calibration is not None and not state.calibration["calibrated"]
     if session is not None:
         session.documents.update(state.documents)
-        for subject in session.subjects:
+        for subject in () if off else session.subjects:
             try:
                 session.describe(subject, settings.page_size)
             except EvidenceError as error:
@@ -70,7 +72,9 @@ def write_reports(config: pytest.Config) -> None:
         for document in state.documents.values()
         if not document["coverage"]
     ]
-    document = report_document(settings.as_reported(), state.documents.values(), state.rows)
+    document = report_document(
+        settings.as_reported(), state.documents.values(), state.rows, state.calibration
+    )
     for target in settings.reports:
         try:
             write_report(target.path, document)

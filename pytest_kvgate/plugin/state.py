@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,9 @@ NO_EVIDENCE = (
 class State:
     """What this process knows: settings and evidence on demand, verdicts as they come.
 
-    ``involved``: a test with a gate or a kvgate fixture was collected. ``used``: a test without a
-    gate got a fixture, and so made its own judgement.
+    ``calibration`` is what a calibration found, None before there was one. ``involved``: a test
+    with a gate or a kvgate fixture was collected. ``used``: a test without a gate got a fixture,
+    and so made its own judgement.
     """
 
     settings: Settings | None = None
@@ -44,6 +46,7 @@ class State:
     usage_error: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calibration: dict[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -174,9 +177,37 @@ def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | 
     registry = registry_of(config)
     evidence = gather_evidence(settings, gates, capture_folder(config), registry)
     evidence.announce = _announcer(config)
-    session = GateSession(evidence, subjects, swept_sizes(settings), settings.link)
+    calibration = None
+    if settings.calibrate:
+        check_calibration(config)
+        calibration = partial(calibrated, config)
+    session = GateSession(evidence, subjects, swept_sizes(settings), settings.link, calibration)
     state_of(config).session = session
     return session
+
+
+def check_calibration(config: pytest.Config) -> None:
+    """Raise pytest.UsageError where a calibration is asked for and the engine is not installed."""
+    if not settings_of(config).calibrate:
+        return
+    from pytest_kvgate.engine import EngineError, require_llama  # noqa: PLC0415
+
+    try:
+        require_llama()
+    except EngineError as error:
+        raise pytest.UsageError(f"kvgate: --kvgate-calibrate: {error}") from None
+
+
+def calibrated(config: pytest.Config) -> dict[str, Any]:
+    """Return the outcome of this run's calibration, which is made once for all its processes."""
+    from pytest_kvgate.session import calibration_document  # noqa: PLC0415
+
+    state = state_of(config)
+    if state.calibration is None:
+        state.calibration = calibration_document(
+            settings_of(config), capture_folder(config), _announcer(config)
+        )
+    return state.calibration
 
 
 def require_session(config: pytest.Config) -> GateSession:

@@ -134,12 +134,14 @@ def report_document(
     settings: Mapping[str, Any],
     documents: Iterable[Document],
     gates: Sequence[Document],
+    calibration: Document | None = None,
 ) -> Document:
     """Join the documents of all models and the gates into one ``kvgate-report/1``.
 
     Every row names its ``subject``. Rows are those at the settings' page size; documents at other
     page sizes, which gates may name, follow whole in ``other_page_sizes``. ``attention`` stands for
     a single model; with several it is None throughout, and ``attention_by_subject`` has each.
+    ``calibration`` is None where nobody asked for one.
     """
     page_size = settings["page_size"]
     documents = list(documents)
@@ -156,6 +158,7 @@ def report_document(
         "attention_by_subject": {item["subject"]: item["attention"] for item in documents},
         "skipped_units": sum(document["skipped_units"] for document in documents),
         "closed_loop": [],
+        "calibration": calibration,
         "other_page_sizes": others,
         "gates": list(gates),
     }

@@ -30,10 +30,13 @@ def summary_lines(
     gates: Sequence[Document],
     problems: Sequence[str],
     *,
+    calibration: Document | None = None,
     verbose: bool = False,
 ) -> Iterator[str]:
     """Yield the whole summary, its blocks set apart by empty lines."""
     parts = [profile_lines(document, verbose=verbose) for document in documents]
+    if calibration is not None:
+        parts.append(iter(wrap(calibration["summary"])))
     if gates:
         parts.append(gate_lines(gates))
     parts += [iter(wrap(problem)) for problem in problems]
