@@ -51,13 +51,13 @@ def refuse_cache_type(engine: Engine, name: str, settings: EngineSettings) -> No
 
     Some of these combinations end the whole process in llama.cpp, so they are refused before.
     """
-    key_type, value_type = settings.cache_type_k, settings.cache_type_v
-    latent = engine.model_metadata("attention.key_length_mla")
-    if latent not in (None, "0") and key_type != value_type:
+    key_type = settings.cache_type_k
+    unfused = not settings.flash_attention
+    if engine.has_latent_cache and unfused and key_type not in ("f32", "f16", "bf16"):
         raise CaptureError(
             f"{name} ({engine.architecture}) has latent attention (MLA): llama.cpp keeps K and V "
-            f"in one cache of one type, so K cannot be {key_type} where V is "
-            f"{value_type}. Capture with --kvgate-cache-type-k={value_type}."
+            f"in one cache of one type, and a {key_type} V needs flash attention. Capture with "
+            "--kvgate-cache-type-k=f16, f32 or bf16, or with --kvgate-flash-attn=on."
         )
     for head_dim in engine.head_dims:
         require_whole_blocks(head_dim, key_type)

@@ -154,7 +154,7 @@ def _provenance(
         "backend_version": engine.version,
         "flash_attention": settings.engine.flash_attention,
         "cache_type_k": settings.engine.cache_type_k,
-        "cache_type_v": settings.engine.cache_type_v,
+        "cache_type_v": engine.cache_type_v,
         "values": settings.values,
         "n_gpu_layers": settings.engine.n_gpu_layers,
         "n_threads": engine.n_threads,

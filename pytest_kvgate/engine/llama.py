@@ -169,6 +169,17 @@ class Engine:
         """Return one metadata value that is kept under the architecture's name, or None."""
         return self.metadata(f"{self.architecture}.{key}")
 
+    @property
+    def has_latent_cache(self) -> bool:
+        """Whether K and V are one latent (MLA), in one cache that has the type of K."""
+        return self.model_metadata("attention.key_length_mla") not in (None, "0")
+
+    @property
+    def cache_type_v(self) -> str:
+        """The data type that V has in the cache."""
+        settings = self._settings
+        return settings.cache_type_k if self.has_latent_cache else settings.cache_type_v
+
     def metadata(self, key: str) -> str | None:
         """Return one metadata value as text, or None."""
         buffer = ctypes.create_string_buffer(256)
@@ -227,7 +238,7 @@ class Engine:
         return self._start(
             n_context,
             settings.cache_type_k,
-            settings.cache_type_v,
+            self.cache_type_v,
             flash_attention=settings.flash_attention,
         )
 
@@ -239,13 +250,13 @@ class Engine:
         Raises:
             EngineError: the model cannot run so.
         """
-        cache_type_k, cache_type_v = self._settings.cache_type_k, self._settings.cache_type_v
-        return self._start(
-            n_context,
-            "f16" if cache_type_k == "f32" else cache_type_k,
-            "bf16" if cache_type_v == "bf16" else "f16",
-            flash_attention=False,
-        )
+        cache_type_k = self._settings.cache_type_k
+        if cache_type_k == "f32":
+            cache_type_k = "f16"
+        cache_type_v = "bf16" if self.cache_type_v == "bf16" else "f16"
+        if self.has_latent_cache:
+            cache_type_v = cache_type_k
+        return self._start(n_context, cache_type_k, cache_type_v, flash_attention=False)
 
     def _start(
         self, n_context: int, cache_type_k: str, cache_type_v: str, *, flash_attention: bool

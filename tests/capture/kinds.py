@@ -43,6 +43,7 @@ KINDS = (
     Kind("sliding windows alone", "gemma3", Shape(windowed=(True, True))),
     Kind("layers that share a cache", "gemma4"),
     Kind("MLA, latent in the cache", "deepseek2"),
+    Kind("MLA, spelled out", "plm", Shape(mla_plain=64)),
     Kind("MLA, spelled out, 72 dims", "plm"),
     Kind("with gated delta nets", "qwen35"),
     Kind("with Mamba", "jamba"),

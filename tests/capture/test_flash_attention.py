@@ -29,18 +29,15 @@ CACHE_TYPES = [
 LONG = Prompt("long", random_text(300))
 
 
-#: Latent attention keeps K and V in one cache, of one type.
-KINDS = [
-    (architecture, *types)
-    for architecture in ARCHITECTURES
-    for types in CACHE_TYPES
-    if architecture != "deepseek2" or types[0] == types[1]
-]
+KINDS = [(architecture, *types) for architecture in ARCHITECTURES for types in CACHE_TYPES]
+
+#: Latent attention keeps K and V in one cache, which flash attention alone reads where quantized.
+UNPROVABLE = [("deepseek2", *types) for types in CACHE_TYPES if types[0].startswith("q")]
 
 
 @pytest.mark.parametrize(
     ("architecture", "cache_type_k", "cache_type_v"),
-    [kind for kind in KINDS if kind != ("deepseek2", "q8_0", "q8_0")],
+    [kind for kind in KINDS if kind not in UNPROVABLE],
 )
 def test_the_proof_finds_the_softmax_of_a_run_without_flash_attention(
     captures: Captures, architecture: str, cache_type_k: str, cache_type_v: str
@@ -70,6 +67,9 @@ def test_the_smoke_alarm_is_silent_where_the_read_is_right(
     )
     checked = captured.verification
     assert (checked.status, checked.reference) == ("passed", "attention output")
+    if architecture == "deepseek2":
+        cache_type_v = cache_type_k
+    assert captured.trace.capture["cache_type_v"] == cache_type_v
     half = cache_type_v in ("f16", "f32")
     assert checked.tolerance == (FLASH_TOLERANCES["f16"] if half else OUTPUT_TOLERANCE)
     # half precision is where the engine adds up; the others agree much better
@@ -103,9 +103,11 @@ def test_flash_attention_reads_the_layers_that_the_model_has(
         assert one.k.dtype == other.k.dtype
         if one.sinks is not None:
             np.testing.assert_array_equal(one.sinks, other.sinks)
-    # before the first layer nothing has been added up in half precision
-    np.testing.assert_array_equal(plain.layers[0].q, fused.layers[0].q)
-    np.testing.assert_array_equal(plain.layers[0].k, fused.layers[0].k)
+    # before the first layer nothing has been added up in half precision; later tokens may differ
+    known = plain.steps[0].n_visible
+    one, other = plain.layers[0], fused.layers[0]
+    np.testing.assert_array_equal(one.q[0], other.q[0])
+    np.testing.assert_array_equal(one.k[:, :known], other.k[:, :known])
 
 
 def test_an_f32_cache_is_captured_as_flash_attention_reads_it(captures: Captures) -> None:

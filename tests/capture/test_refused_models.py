@@ -111,14 +111,14 @@ def test_windows_alone_that_the_prompt_fits_into_are_refused_as_soon_as_they_sho
     )
 
 
-@pytest.mark.parametrize("cache_type", ["f32", "bf16", "q8_0", "q4_0"])
-def test_latent_attention_with_two_types_of_cache_is_refused(
+@pytest.mark.parametrize("cache_type", ["q8_0", "q4_0"])
+def test_quantized_latent_attention_without_flash_attention_is_refused(
     captures: Captures, tmp_path: Path, out: Path, cache_type: str
 ) -> None:
     assert str(refusal(named(captures, "deepseek2", tmp_path), out, cache_type)) == (
         "deepseek2.gguf (deepseek2) has latent attention (MLA): llama.cpp keeps K and V in one "
-        f"cache of one type, so K cannot be {cache_type} where V is f16. Capture with "
-        "--kvgate-cache-type-k=f16."
+        f"cache of one type, and a {cache_type} V needs flash attention. Capture with "
+        "--kvgate-cache-type-k=f16, f32 or bf16, or with --kvgate-flash-attn=on."
     )
 
 

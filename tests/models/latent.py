@@ -72,7 +72,7 @@ def deepseek2(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
 
 def plm(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
     """MLA that is spelled out before the cache: RoPE turns the last dims, and V is narrower."""
-    n_head, head_dim = shape.n_head, MLA_PLAIN + MLA_ROPE
+    n_head, head_dim = shape.n_head, shape.mla_plain + MLA_ROPE
     _latent(writer, shape)
     writer.add_head_count_kv(n_head)
     writer.add_key_length(head_dim)
@@ -81,6 +81,6 @@ def plm(writer: gguf.GGUFWriter, weights: Weights, shape: Shape) -> None:
     for block in blocks(shape.n_layer):
         _latent_attention(weights, block, shape)
         weights.matrix(f"{block}.attn_q.weight", n_head * head_dim, shape.n_embd, 1.4)
-        weights.matrix(f"{block}.attn_kv_b.weight", n_head * (MLA_PLAIN + MLA_VALUE), LATENT)
+        weights.matrix(f"{block}.attn_kv_b.weight", n_head * (shape.mla_plain + MLA_VALUE), LATENT)
         weights.matrix(f"{block}.ffn_up.weight", N_FF, shape.n_embd)
         weights.matrix(f"{block}.ffn_down.weight", shape.n_embd, N_FF, 0.5)

@@ -45,7 +45,8 @@ class Shape:
     """What a tiny model looks like; ``n_embd`` must be ``64 * n_head`` for some architectures.
 
     ``sink`` is the mean logit of learned sinks, where there are any, and ``windowed`` says of each
-    layer whether it has a sliding window, where an architecture lets its file say so.
+    layer whether it has a sliding window, where an architecture lets its file say so. ``mla_plain``
+    are the dims of a head that RoPE does not turn, of latent attention that is spelled out.
     """
 
     n_head: int = 4
@@ -56,6 +57,7 @@ class Shape:
     head_dim: int = HEAD_DIM
     sink: float = 3.0
     windowed: tuple[bool, ...] = (True, False)
+    mla_plain: int = MLA_PLAIN
 
 
 @dataclass
