@@ -9,6 +9,12 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture.errors import CaptureError
 
+#: How q is rounded for a product: as plain code does it, and as vector instructions do.
+PLAIN, VECTOR = "as K", "as K, by vector instructions"
+
+#: Dims of a q8_0 block, which share a scale.
+BYTES_PER_BLOCK = 32
+
 
 def rotate(vectors: NDArray[Any], rotation: NDArray[np.float32]) -> NDArray[np.float32]:
     """Multiply ``[..., head_dim]`` by an orthonormal ``[r, r]`` matrix in blocks of r dims.
@@ -22,20 +28,34 @@ def rotate(vectors: NDArray[Any], rotation: NDArray[np.float32]) -> NDArray[np.f
     return rotated
 
 
-def round_like_product(queries: NDArray[np.float32], key_type: str) -> NDArray[np.float32]:
-    """Round q ``[..., head_dim]`` as llama.cpp's CPU product does for a K cache of this type.
+def product_roundings(
+    queries: NDArray[np.float32], key_type: str
+) -> dict[str, NDArray[np.float32]]:
+    """Round q ``[..., head_dim]`` in the ways of llama.cpp's CPU product for this type of K cache.
 
     The product converts q to the type that K's dot product is written for: itself for f32, f16 and
-    bf16, blocks of 32 signed bytes with one half-precision scale for the quantized ones.
+    bf16, blocks of 32 signed bytes with one half-precision scale for the quantized ones. Those are
+    rounded half away from zero in plain code, and half to even in vector instructions, which also
+    come to the factor in one division less; a few bytes in a model differ by that.
     """
-    if key_type == "f32":
-        return queries
-    if key_type == "f16":
-        return queries.astype(np.float16).astype(np.float32)
+    if key_type in ("f32", "f16"):
+        dtype = np.float32 if key_type == "f32" else np.float16
+        return {PLAIN: queries.astype(dtype).astype(np.float32)}
     from gguf import GGMLQuantizationType, quants  # noqa: PLC0415 - only an extra brings it
 
     kind = GGMLQuantizationType.BF16 if key_type == "bf16" else GGMLQuantizationType.Q8_0
-    rounded: NDArray[np.float32] = quants.dequantize(quants.quantize(queries, kind), kind)
+    plain: NDArray[np.float32] = quants.dequantize(quants.quantize(queries, kind), kind)
+    if key_type == "bf16":
+        return {PLAIN: plain}
+    return {PLAIN: plain, VECTOR: _rounded_to_bytes(queries)}
+
+
+def _rounded_to_bytes(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    blocks = vectors.reshape(*vectors.shape[:-1], -1, BYTES_PER_BLOCK)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    scale = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
+    factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    rounded: NDArray[np.float32] = (np.rint(blocks * factor) * scale).reshape(vectors.shape)
     return rounded
 
 

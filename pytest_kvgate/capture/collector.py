@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture.basis import (
     alibi_slopes,
+    product_roundings,
     require_whole_blocks,
     rotate,
-    round_like_product,
 )
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.refusals import refuse_windows_alone
@@ -142,19 +142,21 @@ class Collector:
     def reference(self) -> Reference:
         """Return what the model itself computed, with q as the product may have rounded it."""
         records = [record for _, record in sorted(self._layers.items())]
-        unrounded, rounded = [], []
+        roundings = []
         for record in records:
             raw, rotation = np.stack(record.checked), record.read.rotation
-            unrounded.append(_model_basis(raw, rotation))
-            like_keys = round_like_product(raw, record.read.key_type)
-            rounded.append(_model_basis(like_keys, rotation))
+            ways = {UNROUNDED: raw, **product_roundings(raw, record.read.key_type)}
+            roundings.append({name: _model_basis(q, rotation) for name, q in ways.items()})
         outputs = tuple(np.stack(record.outputs) for record in records if record.outputs)
         values = tuple(record.values for record in records if record.values is not None)
         softmax = tuple(tuple(record.softmax) for record in records)
         return Reference(
             steps=self._settings.checked_steps,
             softmax=softmax if all(softmax) else (),
-            queries={"as K": tuple(rounded), UNROUNDED: tuple(unrounded)},
+            queries={
+                name: tuple(of_layer[name] for of_layer in roundings)
+                for name in roundings[0]  # K has one type in all layers
+            },
             outputs=outputs or None,
             values=values or None,
         )

