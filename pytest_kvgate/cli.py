@@ -6,18 +6,23 @@ import argparse
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvgate.options import OPTIONS, Option
-from pytest_kvgate.options.values import ReportTarget, report_problem
+from pytest_kvgate.options.values import ReportTarget, engine_problem, report_problem
 
 if TYPE_CHECKING:
     from pytest_kvgate.engine import EngineSettings
+    from pytest_kvgate.trace import Trace
 
-ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k")
-CAPTURE_OPTIONS = ("ctx", "steps", *ENGINE_OPTIONS, "values")
+#: What the model reads first; for two commands.
+PROMPT_HELP = "UTF-8 text, or .json file with a chat or token ids, that the model reads first"
+ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k", "cache-type-v", "flash-attn")
+CAPTURE_OPTIONS = ("continuation", "ctx", "steps", *ENGINE_OPTIONS, "values", "ignore-eos")
 PROFILE_OPTIONS = (
     "page-size",
     "sinks",
@@ -62,9 +67,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     capture = commands.add_parser("capture", help="capture one prompt on one model into a trace")
     capture.add_argument("model", type=Path, help="GGUF model")
-    capture.add_argument("prompt", type=Path, help="UTF-8 text the model reads first")
+    capture.add_argument("prompt", type=Path, help=PROMPT_HELP)
     capture.add_argument("directory", type=Path, help="the trace becomes a folder below this one")
     capture.set_defaults(run=_capture)
+    verify = commands.add_parser(
+        "verify",
+        help="capture with flash attention, and prove it by a second run without, layer by layer",
+    )
+    verify.add_argument("model", type=Path, help="GGUF model")
+    verify.add_argument("prompt", type=Path, help=PROMPT_HELP)
+    verify.add_argument(
+        "directory", type=Path, nargs="?", help="keep the trace as a folder below this one"
+    )
+    verify.set_defaults(run=_verify)
     profile = commands.add_parser("profile", help="measure saved traces and print the tables")
     profile.add_argument("traces", type=Path, nargs="+", help="trace folders, pooled per model")
     profile.set_defaults(run=_profile)
@@ -76,9 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         if option.name in ENGINE_OPTIONS:
             _add(calibrate, option)
         if option.name in CAPTURE_OPTIONS:
-            _add(capture, option)
+            single = replace(option, repeatable=False)  # there is one prompt
+            _add(capture, single)
+            _add(verify, single)
         if option.name in PROFILE_OPTIONS:
             _add(profile, option)
+    verify.set_defaults(flash_attn=True)
     return parser
 
 
@@ -110,27 +128,77 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
-    from pytest_kvgate.analysis import verify_capture  # noqa: PLC0415
-    from pytest_kvgate.capture import CaptureSettings, capture, read_prompt  # noqa: PLC0415
-
-    settings = CaptureSettings(parsed.steps, parsed.ctx, _engine(parsed), parsed.values)
-    trace = capture(
-        parsed.model, read_prompt(parsed.prompt), settings, parsed.directory, verify_capture
-    )
+    trace = _captured(parsed, parsed.directory, prove=False)
     print(trace.directory)
+    return _report_verification(trace)
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from pytest_kvgate.report.verification import layer_error_lines  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        trace = _captured(parsed, parsed.directory or Path(scratch), prove=True)
+        if parsed.directory is not None:
+            print(trace.directory)
+        assert trace.verification is not None
+        layers = [layer.index for layer in trace.layers]
+        stated = trace.verification.as_json()
+        for line in layer_error_lines(trace.workload["name"], layers, stated):
+            print(line)
+        return _report_verification(trace)
+
+
+def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Trace:
+    from pytest_kvgate.analysis import verify_capture  # noqa: PLC0415
+    from pytest_kvgate.capture import (  # noqa: PLC0415
+        CaptureSettings,
+        capture,
+        read_prompt,
+        with_continuation,
+    )
+
+    settings = CaptureSettings(
+        steps=parsed.steps,
+        n_context=parsed.ctx,
+        engine=_engine(parsed),
+        values=parsed.values,
+        prove=prove,
+        ignore_eos=parsed.ignore_eos,
+    )
+    prompt = read_prompt(parsed.prompt)
+    if parsed.continuation is not None:
+        prompt = with_continuation(prompt, parsed.continuation)
+    return capture(parsed.model, prompt, settings, directory, verify_capture)
+
+
+def _report_verification(trace: Trace) -> int:
+    """Print what the verification found, and what else to know; return the exit status."""
+    if trace.eos_ignored_from is not None:
+        print(f"end of text ignored from decode step {trace.eos_ignored_from} on")
     checked = trace.verification
-    if checked is not None:
-        print(
-            f"verification {checked.status}: {checked.reference} differs from the model's own by "
-            f"at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
-        )
-    return 0 if checked is not None and checked.status == "passed" else 1
+    if checked is None:
+        return 1
+    print(
+        f"verification {checked.status}: the recomputed {checked.reference} and the model's own "
+        f"differ by at most {checked.max_abs_error:.2g} (tolerated: {checked.tolerance:g})"
+    )
+    return 0 if checked.status == "passed" else 1
 
 
 def _engine(parsed: argparse.Namespace) -> EngineSettings:
+    from pytest_kvgate.capture import CaptureError  # noqa: PLC0415
     from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
 
-    return EngineSettings(parsed.ngl, parsed.threads, parsed.cache_type_k)
+    problem = engine_problem(parsed.cache_type_v, flash_attention=parsed.flash_attn)
+    if problem is not None:
+        raise CaptureError(f"--cache-type-v: {problem}.")
+    return EngineSettings(
+        n_gpu_layers=parsed.ngl,
+        n_threads=parsed.threads,
+        cache_type_k=parsed.cache_type_k,
+        cache_type_v=parsed.cache_type_v,
+        flash_attention=parsed.flash_attn,
+    )
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:

@@ -25,7 +25,14 @@ from pytest_kvgate.analysis import (
     verify_capture,
 )
 from pytest_kvgate.analysis.wording import distinct
-from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture, read_prompt
+from pytest_kvgate.capture import (
+    CaptureError,
+    CaptureSettings,
+    Prompt,
+    capture,
+    read_prompt,
+    with_continuation,
+)
 from pytest_kvgate.engine import EngineError, check_model_file, require_llama
 from pytest_kvgate.trace import Trace, TraceError, load_trace
 
@@ -41,12 +48,16 @@ class EvidenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """A saved ``trace``, or a ``model`` and a ``prompt`` to capture under the name ``workload``."""
+    """A saved ``trace``, or a ``model`` and a ``prompt`` to capture under the name ``workload``.
+
+    ``continuation`` is a file with what the decode is to follow, None to let the model choose.
+    """
 
     label: str
     trace: Path | None = None
     model: Path | None = None
     prompt: Path | None = None
+    continuation: Path | None = None
     workload: str | None = None
 
 
@@ -58,8 +69,10 @@ class Subject:
     sources: tuple[Source, ...]
 
 
-def model_subjects(models: Sequence[Path], prompts: Sequence[Path]) -> tuple[Subject, ...]:
-    """Return one subject per model, each with every prompt.
+def model_subjects(
+    models: Sequence[Path], prompts: Sequence[Path], continuations: Sequence[Path] = ()
+) -> tuple[Subject, ...]:
+    """Return one subject per model, each with every prompt; ``continuations`` are none or as many.
 
     Raises:
         EngineError: a file is missing or no GGUF model, or the engine is not installed.
@@ -70,14 +83,21 @@ def model_subjects(models: Sequence[Path], prompts: Sequence[Path]) -> tuple[Sub
         check_model_file(model)
     labels = distinct([model.stem for model in models])
     prompt_labels = distinct([prompt.stem for prompt in prompts])
+    followed: Sequence[Path | None] = continuations or (None,) * len(prompts)
     return tuple(
         Subject(
             label,
             tuple(
                 Source(
-                    f"{label} · {prompt_label}", model=model, prompt=prompt, workload=prompt_label
+                    f"{label} · {prompt_label}",
+                    model=model,
+                    prompt=prompt,
+                    continuation=continuation,
+                    workload=prompt_label,
                 )
-                for prompt, prompt_label in zip(prompts, prompt_labels, strict=True)
+                for prompt, continuation, prompt_label in zip(
+                    prompts, followed, prompt_labels, strict=True
+                )
             ),
         )
         for model, label in zip(models, labels, strict=True)
@@ -204,8 +224,10 @@ class Evidence:
         prompt = read_prompt(source.prompt)
         if source.workload is not None:
             prompt = replace(prompt, name=source.workload)
+        if source.continuation is not None:
+            prompt = with_continuation(prompt, source.continuation)
         # by content: each worker may have been handed a copy of the prompt of its own
-        parts = (str(source.model.resolve()), prompt.name, repr(prompt.content))
+        parts = (str(source.model.resolve()), repr(prompt), repr(self.settings))
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         known = once(self.folder, key, partial(self._capture, source, source.model, prompt))
         if known["error"] is not None:

@@ -39,7 +39,7 @@ def find_subjects(settings: Settings) -> tuple[Subject, ...]:
         TraceError: a saved trace is not whole.
     """
     return (
-        *model_subjects(settings.models, settings.prompts),
+        *model_subjects(settings.models, settings.prompts, settings.continuations),
         *trace_subjects(settings.traces),
     )
 
@@ -50,10 +50,14 @@ def capture_settings(settings: Settings) -> CaptureSettings:
         steps=settings.steps,
         n_context=settings.n_context,
         values=settings.values,
+        prove=settings.verification == "reference",
+        ignore_eos=settings.ignore_eos,
         engine=EngineSettings(
             n_gpu_layers=settings.n_gpu_layers,
             n_threads=settings.n_threads,
             cache_type_k=settings.cache_type_k,
+            cache_type_v=settings.cache_type_v,
+            flash_attention=settings.flash_attention,
         ),
     )
 

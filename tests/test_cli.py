@@ -12,6 +12,7 @@ import pytest
 from pytest_kvgate.cli import main
 from pytest_kvgate.trace import load_trace
 from tests.conftest import CASES
+from tests.models import tiny_model
 from tests.traces import FAILED, make_trace, random_layer
 
 
@@ -24,7 +25,7 @@ def test_capture_writes_a_verified_trace_and_prints_where(
     trace = load_trace(where)
     assert trace.n_context == 910
     assert trace.capture["cache_type_k"] == "q8_0"
-    assert verified.startswith("verification passed: softmax differs from the model's own by at")
+    assert verified.startswith("verification passed: the recomputed softmax and the model's own")
 
 
 def test_profile_prints_the_tables_and_writes_the_report(
@@ -179,3 +180,45 @@ def test_profile_does_without_the_oracle(
     output = capsys.readouterr().out
     assert selectors.split(",", maxsplit=1)[0] in output
     assert "Dense" not in output
+
+
+def test_capture_reads_a_chat_and_follows_its_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    model = tiny_model(tmp_path / "chat.gguf", chat_template=template)
+    chat = tmp_path / "chat.json"
+    turns = [("user", "thequickbrownfox" * 20), ("assistant", "abcdefghij")]
+    chat.write_text(
+        json.dumps([{"role": role, "content": content} for role, content in turns]),
+        encoding="utf-8",
+    )
+    arguments = ["capture", str(model), str(chat), str(tmp_path / "traces")]
+    assert main([*arguments, f"--continuation={chat}", "--steps=0:9:4", "--ignore-eos"]) == 0
+    where, _verified = capsys.readouterr().out.splitlines()
+    assert load_trace(where).workload == {
+        "name": "chat",
+        "n_prompt": 1 + 16 * 20 + 2,
+        "kind": "chat",
+        "forced": True,
+    }
+    assert main([*arguments, f"--continuation={chat}", "--steps=0:99:4"]) == 1
+    assert capsys.readouterr().err == (
+        "kvgate: the continuation of prompt 'chat' is 10 tokens, so only 3 of 25 sampled steps are "
+        "usable. Ask for --kvgate-steps 0:10:4, or give a longer one.\n"
+    )
+
+
+def test_capture_says_from_where_on_it_ignored_the_end_of_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model(tmp_path / "countdown.gguf", countdown=True)
+    prompt = tmp_path / "ending.txt"
+    prompt.write_text("xyz" * 100 + "d", encoding="utf-8")
+    arguments = ["capture", str(model), str(prompt), str(tmp_path / "traces"), "--steps=0:9:4"]
+    assert main(arguments) == 1
+    assert "past its end with --kvgate-ignore-eos." in capsys.readouterr().err
+    assert main([*arguments, "--ignore-eos"]) == 0
+    where, said, _verified = capsys.readouterr().out.splitlines()
+    assert said == "end of text ignored from decode step 3 on"
+    assert load_trace(where).eos_ignored_from == 3

@@ -1,5 +1,6 @@
 """From a model and a prompt to a verified trace."""
 
+from pytest_kvgate.capture.continuation import with_continuation
 from pytest_kvgate.capture.control_model import (
     ControlModel,
     control_model,
@@ -8,6 +9,7 @@ from pytest_kvgate.capture.control_model import (
 )
 from pytest_kvgate.capture.controls import Controls, HeadKeys, PageKind, Pattern
 from pytest_kvgate.capture.errors import CaptureError
+from pytest_kvgate.capture.files import Chat, Message
 from pytest_kvgate.capture.prompts import Prompt, read_prompt
 from pytest_kvgate.capture.run import Verify, capture
 from pytest_kvgate.capture.settings import CaptureSettings
@@ -15,9 +17,11 @@ from pytest_kvgate.capture.settings import CaptureSettings
 __all__ = [
     "CaptureError",
     "CaptureSettings",
+    "Chat",
     "ControlModel",
     "Controls",
     "HeadKeys",
+    "Message",
     "PageKind",
     "Pattern",
     "Prompt",
@@ -26,5 +30,6 @@ __all__ = [
     "control_model",
     "control_prompt",
     "read_prompt",
+    "with_continuation",
     "write_control_model",
 ]

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pytest_kvgate.capture.errors import CaptureError
+
 
 def rotate(vectors: NDArray[Any], rotation: NDArray[np.float32]) -> NDArray[np.float32]:
     """Multiply ``[..., head_dim]`` by an orthonormal ``[r, r]`` matrix in blocks of r dims.
@@ -35,6 +37,22 @@ def round_like_product(queries: NDArray[np.float32], key_type: str) -> NDArray[n
     kind = GGMLQuantizationType.BF16 if key_type == "bf16" else GGMLQuantizationType.Q8_0
     rounded: NDArray[np.float32] = quants.dequantize(quants.quantize(queries, kind), kind)
     return rounded
+
+
+def require_whole_blocks(head_dim: int, key_type: str) -> None:
+    """Raise CaptureError where a quantized type rounds more dims together than divide a head.
+
+    llama.cpp then lets blocks run from one head into the next, and multiplies too few dims.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415 - only an extra has it
+
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[key_type.upper()]]
+    if head_dim % block:
+        raise CaptureError(
+            f"a head of this model has {head_dim} dims, and a {key_type} K cache rounds {block} of "
+            f"them together, which does not divide {head_dim}, so llama.cpp's attention would be "
+            "wrong. Capture with --kvgate-cache-type-k=f16, f32 or bf16."
+        )
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> tuple[float, ...] | None:

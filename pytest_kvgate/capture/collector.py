@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.capture.basis import alibi_slopes, rotate, round_like_product
+from pytest_kvgate.capture.basis import (
+    alibi_slopes,
+    require_whole_blocks,
+    rotate,
+    round_like_product,
+)
 from pytest_kvgate.capture.errors import CaptureError
+from pytest_kvgate.capture.refusals import refuse_windows_alone
 from pytest_kvgate.capture.settings import CaptureSettings
 from pytest_kvgate.engine import AttentionRead, ValueRead
 from pytest_kvgate.trace import UNROUNDED, FloatArray, Reference, Step, TraceWriter
@@ -58,6 +64,7 @@ class Collector:
         if read.shared_keys:
             self.shared_layers.add(read.index)
             return
+        require_whole_blocks(read.queries.shape[1], read.key_type)
         record = self._layers.setdefault(read.index, _LayerRecord(read))
         record.read = read
         n_visible = self.steps[-1].n_visible
@@ -102,6 +109,8 @@ class Collector:
                 "no attention over a KV cache was seen in a decode step. Models without attention "
                 "(Mamba, RWKV) have no KV pages, so there is nothing to gate."
             )
+        spans = {record.spans[-1] for record in self._layers.values()}
+        refuse_windows_alone(spans, self.steps[-1].n_visible)
         for index, record in self._layers.items():
             if len(record.queries) != len(self.steps):
                 raise CaptureError(

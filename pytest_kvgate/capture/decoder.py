@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.capture.errors import CaptureError
-from pytest_kvgate.engine import LARGEST_BATCH, Context, Engine, OutputNode
+from pytest_kvgate.engine import LARGEST_BATCH, Context, Engine, EngineError, OutputNode
 from pytest_kvgate.trace import Step
 
 #: Tokens that two runs decode in turn: the attention outputs of so many wait in memory meanwhile.
@@ -24,7 +24,19 @@ class Decoder:
         self._context = engine.start(n_context)
         self._reference = None
         if prove and engine.flash_attention:
-            self._reference = ReferenceRun(self._context, engine.start_unfused(n_context))
+            try:
+                context = engine.start_unfused(n_context)
+            except EngineError as error:
+                raise EngineError(
+                    "the capture cannot be proved by a run without flash attention; without "
+                    f"--kvgate-verify=reference it is smoke-tested only. {error}"
+                ) from error
+            self._reference = ReferenceRun(self._context, context)
+
+    @property
+    def recurrent_layers(self) -> set[int]:
+        """The layers that kept a recurrent state at the sampled steps so far."""
+        return self._context.hook.recurrent_layers
 
     def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append tokens; return the logits ``[n_vocab]`` after the last one."""

@@ -1,4 +1,4 @@
-"""One capture: prefill a prompt, decode greedily, keep what attention read at sampled steps."""
+"""One capture: prefill a prompt, decode, keep what attention read at sampled steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from pytest_kvgate.capture.choice import Choice, Forced, Greedy
 from pytest_kvgate.capture.collector import Collector
+from pytest_kvgate.capture.continuation import forced_tokens
 from pytest_kvgate.capture.decoder import Decoder
 from pytest_kvgate.capture.errors import CaptureError
-from pytest_kvgate.capture.prompts import Prompt
+from pytest_kvgate.capture.prompts import Prompt, prompt_tokens
+from pytest_kvgate.capture.refusals import refuse_cache_type, refuse_unpageable
 from pytest_kvgate.capture.settings import CaptureSettings
+from pytest_kvgate.capture.unpaged import unpaged_layers
 from pytest_kvgate.engine import Engine
 from pytest_kvgate.trace import Reference, Step, Trace, TraceWriter, Verification
 
@@ -41,22 +43,37 @@ def capture(
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
     ):
         tokens = _fitting_tokens(engine, model, prompt, settings)
+        choice = _choice(engine, prompt, tokens, settings)
         decoder = Decoder(engine, len(tokens) + settings.steps[-1] + 1, prove=settings.prove)
         state = model.stat()
         digest = background.submit(_sha256, model, state.st_size, state.st_mtime_ns)
         with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
             collector = Collector(writer, Path(scratch), settings)
-            _decode(engine, decoder, prompt, tokens, settings.steps, collector)
+            _decode(decoder, choice, tokens, settings.steps, collector)
+            layers = collector.write_layers(engine.sliding_window)
             trace = writer.write_document(
                 model={
                     "name": model.stem,
-                    "architecture": engine.metadata("general.architecture") or "unknown",
+                    "architecture": engine.architecture,
                     "quantization": _quantization(engine),
                     "file_sha256": digest.result(),
                 },
-                workload={"name": prompt.name, "n_prompt": len(tokens)},
-                capture=_provenance(engine, settings, collector),
-                layers=collector.write_layers(engine.sliding_window),
+                workload={
+                    "name": prompt.name,
+                    "n_prompt": len(tokens),
+                    "kind": prompt.kind,
+                    **choice.as_recorded(),
+                },
+                capture={
+                    **_provenance(engine, settings, collector),
+                    "unpaged_layers": unpaged_layers(
+                        engine.n_layer,
+                        layers,
+                        collector.shared_layers,
+                        decoder.recurrent_layers,
+                    ),
+                },
+                layers=layers,
                 steps=collector.steps,
             )
             return writer.commit(verify(trace, collector.reference()))
@@ -65,13 +82,9 @@ def capture(
 def _fitting_tokens(
     engine: Engine, model: Path, prompt: Prompt, settings: CaptureSettings
 ) -> list[int]:
-    if not engine.is_causal_decoder:
-        raise CaptureError(
-            f"{model.name} is an encoder or a diffusion model: it does not decode token by token "
-            "over a KV cache, so there is nothing to page."
-        )
-    content = prompt.content
-    tokens = engine.tokenize(content) if isinstance(content, str) else list(content)
+    refuse_unpageable(engine, model.name)
+    refuse_cache_type(engine, model.name, settings.engine)
+    tokens = prompt_tokens(engine, prompt)
     limit = settings.n_context or engine.trained_context
     origin = "--kvgate-ctx" if settings.n_context else "the context the model was trained with"
     n_decode = settings.steps[-1] + 1
@@ -90,40 +103,24 @@ def _fitting_tokens(
     return tokens
 
 
+def _choice(engine: Engine, prompt: Prompt, tokens: list[int], settings: CaptureSettings) -> Choice:
+    forced = forced_tokens(engine, prompt, tokens, settings.steps)
+    if forced is not None:
+        return Forced(forced)
+    return Greedy(engine, prompt.name, settings.steps, ignore_eos=settings.ignore_eos)
+
+
 def _decode(
-    engine: Engine,
-    decoder: Decoder,
-    prompt: Prompt,
-    tokens: list[int],
-    steps: range,
-    collector: Collector,
+    decoder: Decoder, choice: Choice, tokens: list[int], steps: range, collector: Collector
 ) -> None:
     logits = decoder.decode(tokens)
     for index in range(steps[-1] + 1):
-        token = int(np.argmax(logits))
-        if engine.is_end_of_text(token):
-            raise CaptureError(_end_of_text(prompt, steps, index))
+        token = choice.token(index, logits)
         if index in steps:
             step = Step(decode_index=index, n_visible=len(tokens) + index + 1)
             logits = decoder.sample(token, step, collector)
         else:
             logits = decoder.decode([token])
-
-
-def _end_of_text(prompt: Prompt, steps: range, index: int) -> str:
-    usable = sum(1 for step in steps if step < index)
-    if not usable:
-        return (
-            f"prompt {prompt.name!r} is a finished conversation: the model ends its text at decode "
-            f"step {index}, at or before the first sampled step ({steps[0]}), so nothing is left "
-            "to measure. Cut the prompt where there is still something to say, for example in the "
-            "middle of an answer."
-        )
-    return (
-        f"prompt {prompt.name!r}: the model ends its text at decode step {index}, so only {usable} "
-        f"of {len(steps)} sampled steps are usable. Ask for --kvgate-steps "
-        f"{steps.start}:{index}:{steps.step}, or cut the prompt where there is more to say."
-    )
 
 
 def _quantization(engine: Engine) -> str | None:

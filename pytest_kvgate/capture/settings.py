@@ -14,7 +14,8 @@ class CaptureSettings:
     ``steps`` are the sampled decode steps; ``n_context`` bounds prompt plus decode steps, None for
     the context the model was trained with. ``values`` also captures V, at the last sampled step.
     ``prove`` runs the model once more without flash attention, along the same tokens, to have its
-    softmax; without flash attention the capture itself has it.
+    softmax; without flash attention the capture itself has it. ``ignore_eos`` keeps greedy decoding
+    from ending the text.
     """
 
     steps: range = range(0, 257, 8)
@@ -22,6 +23,7 @@ class CaptureSettings:
     engine: EngineSettings = field(default_factory=EngineSettings)
     values: bool = False
     prove: bool = False
+    ignore_eos: bool = False
 
     @property
     def checked_steps(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from pytest_kvgate.engine.ggml import FloatArray, Ggml, Tensor, float_params, so
 from pytest_kvgate.engine.logits import find_product, layer_index
 from pytest_kvgate.engine.outputs import find_output
 from pytest_kvgate.engine.reads import AttentionRead, OutputNode, ValueRead
+from pytest_kvgate.engine.recurrent import recurrent_layer
 from pytest_kvgate.engine.rotary import find_rotation, rotary_dims, rotation_matrix
 
 NOT_CAUSAL = (
@@ -36,7 +37,8 @@ class AttentionHook:
     called for the output of every attention node of every batch.
 
     An exception cannot cross the C library; it is kept, stops the graph, and is raised by
-    `raise_pending` once the library has returned.
+    `raise_pending` once the library has returned. ``recurrent_layers`` are the layers that kept a
+    recurrent state at the steps so far.
     """
 
     def __init__(self, ggml: Ggml, *, flash_attention: bool) -> None:
@@ -52,6 +54,7 @@ class AttentionHook:
         self._caches: set[int] = set()
         self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
+        self.recurrent_layers: set[int] = set()
 
     def arm(
         self,
@@ -91,6 +94,9 @@ class AttentionHook:
             node = Tensor.from_address(address)
             output = None if self._on_output is None else find_output(self._ggml, node)
             if ask:
+                layer = recurrent_layer(self._ggml, node)
+                if layer is not None:
+                    self.recurrent_layers.add(layer)
                 wanted = self._on_read is not None and self._wanted(node)
                 return wanted or output is not None
             if self._on_read is not None:

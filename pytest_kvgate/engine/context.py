@@ -46,6 +46,11 @@ class Context:
         """Whether llama.cpp made the context, and it was not closed."""
         return bool(self._context)
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether the context keeps anything of the tokens that it has decoded."""
+        return bool(self._llama.llama_get_memory(self._context))
+
     def close(self) -> None:
         """Free the context."""
         if self._worker is not None:

@@ -19,9 +19,6 @@ from pytest_kvgate.engine.log import LogTail
 PREFILL_BYTES = 256 * 2**20
 SMALLEST_BATCH = 32
 
-#: What a V cache may hold without flash attention.
-UNFUSED_TYPES = ("f32", "f16", "bf16")
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -130,14 +127,47 @@ class Engine:
         return int(self._llama.llama_model_n_swa(self._model))
 
     @property
-    def is_causal_decoder(self) -> bool:
-        """Whether the model decodes token by token over a cache."""
-        llama = self._llama
-        return bool(
-            llama.llama_model_has_decoder(self._model)
-            and not llama.llama_model_has_encoder(self._model)
-            and not llama.llama_model_is_diffusion(self._model)
-        )
+    def n_layer(self) -> int:
+        """How many layers a decode step runs through; those that predict further ahead do not."""
+        return int(self._llama.llama_model_n_layer(self._model))
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The dims of a key: one number, or another one too for layers with a sliding window."""
+        stated = (self.model_metadata(f"attention.key_length{kind}") for kind in ("", "_swa"))
+        dims = tuple(int(value) for value in stated if value is not None)
+        n_head = self._llama.llama_model_n_head(self._model)
+        usual = (self._llama.llama_model_n_embd(self._model) // n_head,) if n_head else ()
+        return dims or usual
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether a text is encoded before anything is decoded."""
+        return bool(self._llama.llama_model_has_encoder(self._model))
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model decodes at all."""
+        return bool(self._llama.llama_model_has_decoder(self._model))
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the model fills in a whole text at once."""
+        return bool(self._llama.llama_model_is_diffusion(self._model))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether every layer keeps a state in place of a KV cache."""
+        return bool(self._llama.llama_model_is_recurrent(self._model))
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the kind of model."""
+        return self.metadata("general.architecture") or "unknown"
+
+    def model_metadata(self, key: str) -> str | None:
+        """Return one metadata value that is kept under the architecture's name, or None."""
+        return self.metadata(f"{self.architecture}.{key}")
 
     def metadata(self, key: str) -> str | None:
         """Return one metadata value as text, or None."""
@@ -147,15 +177,116 @@ class Engine:
         )
         return buffer.value.decode(errors="replace") if length >= 0 else None
 
+    @property
+    def n_vocab(self) -> int:
+        """How many tokens the vocabulary has; ids count from 0."""
+        return int(self._llama.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own chat template, in jinja2; None where it has none."""
+        template = self._llama.llama_model_chat_template(self._model, None)
+        return None if template is None else template.decode(errors="replace")
+
+    @property
+    def begin_text(self) -> str:
+        """The token that begins a text as it is written, empty where there is none."""
+        return self._written(self._llama.llama_vocab_bos(self._vocab))
+
+    @property
+    def end_text(self) -> str:
+        """The token that ends a text as it is written, empty where there is none."""
+        return self._written(self._llama.llama_vocab_eos(self._vocab))
+
     def tokenize(self, text: str) -> list[int]:
         """Turn plain text into token ids, with the model's own leading token."""
+        return self._tokens(text, add_special=True, parse_special=False)
+
+    def tokenize_following(self, text: str) -> list[int]:
+        """Turn plain text that follows other tokens into token ids, with none added."""
+        return self._tokens(text, add_special=False, parse_special=False)
+
+    def tokenize_rendered(self, text: str) -> list[int]:
+        """Turn what a chat template wrote into token ids, special tokens parsed.
+
+        The leading token is there once, whether the template wrote it or not.
+        """
+        tokens = self._tokens(text, add_special=False, parse_special=True)
+        begin = self._llama.llama_vocab_bos(self._vocab)
+        if self._llama.llama_vocab_get_add_bos(self._vocab) and tokens[:1] != [begin]:
+            tokens.insert(0, begin)
+        return tokens
+
+    def is_end_of_text(self, token: int) -> bool:
+        """Whether the model ends its turn with this token."""
+        return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
+
+    def start(self, n_context: int) -> Context:
+        """Make an empty cache of ``n_context`` cells."""
+        settings = self._settings
+        return self._start(
+            n_context,
+            settings.cache_type_k,
+            settings.cache_type_v,
+            flash_attention=settings.flash_attention,
+        )
+
+    def start_unfused(self, n_context: int) -> Context:
+        """As `start`, without flash attention, on a K cache that holds what flash attention reads.
+
+        That is f16 for an f32 cache. A quantized V cache, which needs flash attention, is f16, too.
+
+        Raises:
+            EngineError: the model cannot run so.
+        """
+        cache_type_k, cache_type_v = self._settings.cache_type_k, self._settings.cache_type_v
+        return self._start(
+            n_context,
+            "f16" if cache_type_k == "f32" else cache_type_k,
+            "bf16" if cache_type_v == "bf16" else "f16",
+            flash_attention=False,
+        )
+
+    def _start(
+        self, n_context: int, cache_type_k: str, cache_type_v: str, *, flash_attention: bool
+    ) -> Context:
+        llama = self._llama
+        params = llama.llama_context_default_params()
+        params.n_ctx = n_context
+        params.n_batch = LARGEST_BATCH
+        params.n_ubatch = self._batch_size(n_context)
+        params.n_threads = params.n_threads_batch = self.n_threads
+        params.flash_attn_type = int(flash_attention)  # never AUTO: it may choose either
+        params.type_k = self._ggml.type_number(cache_type_k)
+        params.type_v = self._ggml.type_number(cache_type_v)
+        params.swa_full = True  # windowed layers keep every row, so that row j is position j
+        context = Context(self._ggml, self._log, self._model, params)
+        if not context.is_open:
+            raise EngineError(
+                f"llama.cpp could not make a context of {n_context} tokens for {self._path} with "
+                f"a {cache_type_k} K cache and a {cache_type_v} V cache. Its last "
+                f"words:\n{self._log.tail()}"
+            )
+        self._contexts.append(context)
+        if not context.has_cache:
+            raise EngineError(
+                f"{self._path.name} ({self.architecture}) keeps no KV cache, so it does not decode "
+                "token by token and there is nothing to page."
+            )
+        return context
+
+    def _tokens(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if self._llama.llama_vocab_type(self._vocab) == self._llama.LLAMA_VOCAB_TYPE_NONE:
+            raise EngineError(
+                f"model {self._path} has no tokenizer, so it cannot read a text. Give token ids."
+            )
         data = text.encode()
         room = len(data) + 8
         while True:
             tokens = (self._llama.llama_token * room)()
             with self._log:
                 count = self._llama.llama_tokenize(
-                    self._vocab, data, len(data), tokens, room, True, False
+                    self._vocab, data, len(data), tokens, room, add_special, parse_special
                 )
             # a negative count is the room that is needed: a space may become several tokens
             if count >= 0 or -count <= room:
@@ -165,42 +296,11 @@ class Engine:
             raise EngineError(f"llama.cpp could not tokenize the prompt ({count}).")
         return list(tokens[:count])
 
-    def is_end_of_text(self, token: int) -> bool:
-        """Whether the model ends its turn with this token."""
-        return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
-
-    def start(self, n_context: int) -> Context:
-        """Make an empty cache of ``n_context`` cells."""
-        return self._start(
-            n_context, self._settings.cache_type_v, flash_attention=self._settings.flash_attention
-        )
-
-    def start_unfused(self, n_context: int) -> Context:
-        """As `start`, without flash attention; a quantized V cache, which needs it, is f16 then."""
-        cache_type_v = self._settings.cache_type_v
-        fitting = cache_type_v if cache_type_v in UNFUSED_TYPES else "f16"
-        return self._start(n_context, fitting, flash_attention=False)
-
-    def _start(self, n_context: int, cache_type_v: str, *, flash_attention: bool) -> Context:
-        llama = self._llama
-        params = llama.llama_context_default_params()
-        params.n_ctx = n_context
-        params.n_batch = LARGEST_BATCH
-        params.n_ubatch = self._batch_size(n_context)
-        params.n_threads = params.n_threads_batch = self.n_threads
-        params.flash_attn_type = int(flash_attention)  # never AUTO: it may choose either
-        params.type_k = self._ggml.type_number(self._settings.cache_type_k)
-        params.type_v = self._ggml.type_number(cache_type_v)
-        params.swa_full = True  # windowed layers keep every row, so that row j is position j
-        context = Context(self._ggml, self._log, self._model, params)
-        if not context.is_open:
-            raise EngineError(
-                f"llama.cpp could not make a context of {n_context} tokens for {self._path} with "
-                f"a {self._settings.cache_type_k} K cache and a {cache_type_v} V cache. Its last "
-                f"words:\n{self._log.tail()}"
-            )
-        self._contexts.append(context)
-        return context
+    def _written(self, token: int) -> str:
+        if token < 0:  # there is no such token
+            return ""
+        text: bytes = self._llama.llama_vocab_get_text(self._vocab, token)
+        return text.decode(errors="replace")
 
     def _batch_size(self, n_context: int) -> int:
         """Return the largest power of two whose attention logits stay within `PREFILL_BYTES`."""

@@ -18,6 +18,7 @@ from pytest_kvgate.analysis.wording import percent, ranges
 from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
 from pytest_kvgate.gate.observation import observe
 from pytest_kvgate.gate.reasons import go_reason, missed_reason, open_reason
+from pytest_kvgate.trace import Trace
 
 #: A verified error above this is passed on to the reader of a verdict.
 UNUSUAL_ERROR = 1e-5
@@ -192,6 +193,9 @@ def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
         for first, end in [profile.grid.eligible(step.n_visible)]
     ):
         yield "the budget buys every eligible page, so nothing was selected"
+    for trace in profile.traces:
+        if trace.eos_ignored_from is not None:
+            yield _note_on_ignored_end(trace)
     if any(is_smoke_tested(trace) for trace in profile.traces):
         yield (
             "smoke-tested only: flash attention leaves no softmax, so the capture was compared by "
@@ -211,6 +215,17 @@ def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
             f"verified to {worst:.1e} only; right reads lie near 1e-6 on the CPU, so look into it "
             "unless this ran on a GPU"
         )
+
+
+def _note_on_ignored_end(trace: Trace) -> str:
+    """Say how much of a trace is of text that the model would not have written."""
+    first = trace.eos_ignored_from
+    assert first is not None
+    beyond = sum(1 for step in trace.steps if step.decode_index >= first)
+    return (
+        f"end of text ignored in {trace.label} from decode step {first} on, so {beyond} of "
+        f"{len(trace.steps)} sampled steps are of text that the model would not have written"
+    )
 
 
 def _notes_on_intervals(checks: Iterable[Check]) -> Iterator[str]:

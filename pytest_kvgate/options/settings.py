@@ -6,7 +6,7 @@ on the command line are relative to where pytest was started, paths in an ini fi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from pytest_kvgate.options.table import OPTIONS, Option, given_on_command_line
-from pytest_kvgate.options.values import ReportTarget, check_selectors, report_problem
+from pytest_kvgate.options.values import (
+    ReportTarget,
+    check_selectors,
+    engine_problem,
+    report_problem,
+)
 
 #: Where pytest keeps its configuration, in the order in which it looks.
 INI_FILES = (
@@ -34,18 +39,23 @@ class Settings:
 
     ``traces`` and ``models`` exclude each other; both empty means nothing can be evaluated.
     ``recent`` is a fraction of the context below 1, else tokens; ``steps`` are the sampled decode
-    steps; ``n_context`` None is the context the model was trained with; ``selectors`` None are all;
+    steps; ``continuations`` are none or one per prompt; ``n_context`` None is the context the model
+    was trained with; ``verification`` is "capture" or "reference"; ``selectors`` None are all;
     ``pool`` is a multiple of a step's pages; ``link`` is in GB/s; ``sweep`` are page sizes.
     """
 
     models: tuple[Path, ...]
     prompts: tuple[Path, ...]
+    continuations: tuple[Path, ...]
     traces: tuple[Path, ...]
     n_context: int | None
     steps: range
     n_gpu_layers: int
     n_threads: int | None
     cache_type_k: str
+    cache_type_v: str
+    flash_attention: bool
+    verification: str
     save: Path | None
     page_size: int
     sinks: int
@@ -53,6 +63,7 @@ class Settings:
     budgets: tuple[float, ...]
     selectors: tuple[str, ...] | None
     values: bool
+    ignore_eos: bool
     pool: float
     link: float | None
     sweep: tuple[int, ...]
@@ -125,7 +136,8 @@ def resolve_settings(config: pytest.Config) -> Settings:
             "kvgate: both a model and a saved trace are given; give --kvgate-model to capture one, "
             "or --kvgate-trace to judge a saved one."
         )
-    _check_combination(config, models, traces, values["prompt"])
+    _check_combination(config, models, traces, values)
+    continuations = _continuations(config, values) if models else ()
     for kind, paths in (("model", models), ("prompt", values["prompt"]), ("trace", traces)):
         places = [path.resolve() for path in paths]
         repeated = [path for number, path in enumerate(paths) if places[number] in places[:number]]
@@ -137,9 +149,8 @@ def resolve_settings(config: pytest.Config) -> Settings:
                 f"kvgate: --kvgate-trace {path} is not a folder; give a folder that "
                 "--kvgate-save wrote."
             )
-    for path in values["prompt"] if models else ():
-        if not path.is_file():
-            raise pytest.UsageError(f"kvgate: --kvgate-prompt {path} does not exist or is no file.")
+    for kind, paths in (("prompt", values["prompt"]), ("continuation", continuations)):
+        _check_files(kind, paths if models else ())
     for target in values["report"]:
         problem = report_problem(target.path)
         if problem is not None:
@@ -150,12 +161,16 @@ def resolve_settings(config: pytest.Config) -> Settings:
     return Settings(
         models=models,
         prompts=values["prompt"],
+        continuations=continuations,
         traces=traces,
         n_context=values["ctx"],
         steps=values["steps"],
         n_gpu_layers=values["ngl"],
         n_threads=values["threads"],
         cache_type_k=values["cache-type-k"],
+        cache_type_v=values["cache-type-v"],
+        flash_attention=values["flash-attn"],
+        verification=values["verify"],
         save=save,
         page_size=values["page-size"],
         sinks=values["sinks"],
@@ -163,6 +178,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
         budgets=values["budgets"],
         selectors=values["selectors"],
         values=values["values"],
+        ignore_eos=values["ignore-eos"],
         pool=values["pool"],
         link=values["link"],
         sweep=values["sweep"],
@@ -220,13 +236,42 @@ def _parsed(option: Option, text: str, origin: str, base: Path) -> Any:  # noqa:
     return value
 
 
+def _continuations(config: pytest.Config, values: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Return the continuations, in the order of the prompts; those of the ini file go with its own.
+
+    Raises:
+        pytest.UsageError: there are some, but not one per prompt.
+    """
+    found: tuple[Path, ...] = values["continuation"]
+    if given_on_command_line(config, "prompt") and not given_on_command_line(
+        config, "continuation"
+    ):
+        return ()
+    if found and len(found) != len(values["prompt"]):
+        raise pytest.UsageError(
+            f"kvgate: --kvgate-continuation is given {len(found)} times and --kvgate-prompt "
+            f"{len(values['prompt'])} times; give no continuation, or one per prompt in the same "
+            "order."
+        )
+    return found
+
+
+def _check_files(kind: str, paths: tuple[Path, ...]) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise pytest.UsageError(f"kvgate: --kvgate-{kind} {path} does not exist or is no file.")
+
+
 def _check_combination(
     config: pytest.Config,
     models: tuple[Path, ...],
     traces: tuple[Path, ...],
-    prompts: tuple[Path, ...],
+    values: Mapping[str, Any],
 ) -> None:
-    if models and not prompts:
+    problem = engine_problem(values["cache-type-v"], flash_attention=values["flash-attn"])
+    if models and problem is not None:
+        raise pytest.UsageError(f"kvgate: --kvgate-cache-type-v: {problem}.")
+    if models and not values["prompt"]:
         raise pytest.UsageError(
             f"kvgate: model {models[0]} needs a prompt to read; give --kvgate-prompt FILE, a text "
             "like the ones the model will serve."

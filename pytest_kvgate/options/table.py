@@ -11,16 +11,20 @@ import pytest
 
 from pytest_kvgate.options.values import (
     CACHE_TYPES,
+    VALUE_CACHE_TYPES,
     parse_budgets,
     parse_cache_type,
     parse_flag,
     parse_link,
+    parse_on_off,
     parse_pages,
     parse_pool,
     parse_recent,
     parse_report,
     parse_selectors,
     parse_steps,
+    parse_value_cache_type,
+    parse_verification,
     whole_number,
 )
 
@@ -62,7 +66,17 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "prompt",
         "FILE",
-        "UTF-8 text the model reads first; repeatable, pooled into one profile",
+        "what the model reads first: a UTF-8 text, or a .json file with chat messages or token "
+        "ids; repeatable, pooled into one profile",
+        Path,
+        repeatable=True,
+        capture_only=True,
+    ),
+    Option(
+        "continuation",
+        "FILE",
+        "what the decode is to follow instead of choosing its own tokens: a text, token ids, or a "
+        "chat that ends with the answer; repeatable, one per prompt",
         Path,
         repeatable=True,
         capture_only=True,
@@ -113,9 +127,43 @@ OPTIONS: tuple[Option, ...] = (
         capture_only=True,
     ),
     Option(
+        "cache-type-v",
+        "TYPE",
+        f"V cache data type: {', '.join(VALUE_CACHE_TYPES)} [f16]; quantized with flash attention",
+        parse_value_cache_type,
+        "f16",
+        capture_only=True,
+    ),
+    Option(
+        "flash-attn",
+        "on|off",
+        "flash attention, which leaves no softmax to compare the capture with [off]",
+        parse_on_off,
+        "off",
+        capture_only=True,
+    ),
+    Option(
+        "verify",
+        "WITH",
+        "capture: with what the capture itself shows; reference: with flash attention, also with "
+        "the softmax of a second run without it [capture]",
+        parse_verification,
+        "capture",
+        capture_only=True,
+    ),
+    Option(
         "values",
         "",
         "capture V too, for the attention-output error; a gate that needs it turns it on",
+        parse_flag,
+        "false",
+        capture_only=True,
+        switch=True,
+    ),
+    Option(
+        "ignore-eos",
+        "",
+        "never choose a token that ends the text; every report says where that changed it",
         parse_flag,
         "false",
         capture_only=True,

@@ -181,12 +181,12 @@ def parse_verification(text: str) -> str:
     return text
 
 
-def engine_problem(cache_type_k: str, cache_type_v: str, flash_attention: bool) -> str | None:
+def engine_problem(cache_type_v: str, *, flash_attention: bool) -> str | None:
     """Say why the engine cannot run with these together, or return None."""
     if flash_attention or cache_type_v in UNFUSED_VALUE_CACHE_TYPES:
         return None
     return (
-        f"a {cache_type_v} V cache needs flash attention; accepted without it: "
+        f"a {cache_type_v} V cache needs flash attention (on); accepted without it: "
         f"{', '.join(UNFUSED_VALUE_CACHE_TYPES)}"
     )
 

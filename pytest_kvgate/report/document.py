@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_kvgate.analysis import Profile
 from pytest_kvgate.analysis.findings import strides
+from pytest_kvgate.analysis.verification import is_smoke_tested
 from pytest_kvgate.gate import GateResult, distrust_reason
 from pytest_kvgate.report import rows
 from pytest_kvgate.trace import Trace
@@ -199,11 +200,16 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
         "n_steps": len(trace.steps),
         "strides": list(strides(profile)),
         "verification": None if verification is None else verification.as_json(),
+        "smoke_tested": is_smoke_tested(trace),
+        "all_layers": [layer.index for layer in trace.layers],
         "paged_layers": [layer.index for layer in trace.paged_layers],
         "windowed_layers": [
             {"layer": layer.index, "window": layer.window}
             for layer in trace.layers
             if layer.window is not None
+        ],
+        "unpaged_layers": [
+            {"layer": layer.index, "reason": layer.reason} for layer in trace.unpaged_layers
         ],
     }
     if detailed:

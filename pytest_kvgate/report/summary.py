@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pytest_kvgate.analysis.verification import UNFUSED_REFERENCE
 from pytest_kvgate.analysis.wording import UNDEFINED, distinct, part, percent, ranges, share
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
+from pytest_kvgate.report.verification import layer_error_lines
 from pytest_kvgate.report.wording import NAMES, gate_scope, measured
 
 #: Columns that the name of a model or a workload may take.
@@ -39,11 +41,14 @@ def profile_lines(document: Document, *, verbose: bool = False) -> Iterator[str]
     ``verbose`` adds the tables of details.
     """
     yield from _headline(document)
+    verified = [_layer_errors(document, verbose=verbose)]
     if not document["coverage"]:
         yield "  A trace failed its verification, so no number of this model is shown."
+        yield ""
+        yield from blocks(verified)
         return
     yield ""
-    parts = [_coverage(document)]
+    parts = [*verified, _coverage(document)]
     if len(document["traces"]) > 1:
         parts.append(_alone(document))
     parts += [_gap(document), _dense(document)]
@@ -96,8 +101,11 @@ def _headline(document: Document) -> Iterator[str]:
     model, attention = traces[0]["model"], document["attention"]
     about = ", ".join(str(model[key]) for key in ("architecture", "quantization") if model.get(key))
     yield from wrap(f"{shorten(document['subject'], LONGEST_NAME)} ({about})")
-    for trace, name in zip(traces, _names(traces, LONGEST_NAME), strict=True):
+    names = _names(traces, LONGEST_NAME)
+    for trace, name in zip(traces, names, strict=True):
         yield from wrap(_trace_line(trace, name), "  ")
+    for text in _unpaged(traces, names):
+        yield from wrap(text, "  ")
     yield (
         f"  {settings['page_size']}-token pages; free: first {settings['sinks']} tokens and last "
         f"{_recent(settings['recent'])}; eligible mass {share(attention['eligible_mass'])}"
@@ -123,17 +131,49 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
         error = verification["max_abs_error"]
         found = "not a number" if error is None else f"{error:.2g}"
         checked = f"verification FAILED, error {found}"
+    elif trace["smoke_tested"]:
+        checked = f"SMOKE-TESTED ONLY: attention output to {verification['max_abs_error']:.1e}"
     else:
         checked = f"{verification['reference']} verified to {verification['max_abs_error']:.1e}"
-    windowed = len(trace["windowed_layers"])
-    layers = _count(len(trace["paged_layers"]), "layer")
-    if windowed:
-        layers += f" (and {windowed} with a sliding window, left out)"
+    ignored = trace["workload"].get("eos_ignored_from")
+    past_end = "" if ignored is None else f"; END OF TEXT IGNORED from decode step {ignored} on"
     return (
         f"{name}: {trace['n_context']} tokens, "
         f"{_count(trace['n_steps'], 'step')}, "
-        f"{layers}; {checked}"
+        f"{_count(len(trace['paged_layers']), 'layer')}; {checked}{past_end}"
     )
+
+
+def _unpaged(traces: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
+    """Yield which layers are not paged and why, once where it is the same for every trace."""
+    texts = [_reasons(trace["unpaged_layers"]) for trace in traces]
+    if len(set(texts)) == 1:
+        texts, names = texts[:1], [""]
+    for name, text in zip(names, texts, strict=True):
+        if text:
+            yield f"{name}{': ' if name else ''}not paged: {text}"
+
+
+def _reasons(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Write layers by reason: layers 0-2, 4 (sliding window); layer 3 (recurrent)."""
+    by_reason: dict[str, list[int]] = {}
+    for row in layers:
+        by_reason.setdefault(row["reason"], []).append(row["layer"])
+    return "; ".join(
+        f"layer{'s' if len(indices) > 1 else ''} {ranges(indices)} ({reason})"
+        for reason, indices in by_reason.items()
+    )
+
+
+def _layer_errors(document: Document, *, verbose: bool) -> Iterator[str]:
+    """Yield the layers' errors of traces that failed, or were proved by a second run."""
+    traces = document["traces"]
+    for trace, name in zip(traces, _names(traces, 30), strict=True):
+        checked = trace["verification"]
+        if checked is None:
+            continue
+        if verbose or checked["status"] == "failed" or checked["reference"] == UNFUSED_REFERENCE:
+            yield from layer_error_lines(name, trace["all_layers"], checked)
 
 
 def _coverage(document: Document) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pytest_kvgate.trace.model import (
     Verification,
 )
 from pytest_kvgate.trace.reader import load_trace
+from pytest_kvgate.trace.unpaged import UnpagedLayer
 from pytest_kvgate.trace.writer import TraceWriter
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "TraceWriter",
+    "UnpagedLayer",
     "Verification",
     "load_trace",
 ]

@@ -107,6 +107,19 @@ class Fields:
             raise self.error(key, repr(value), "a JSON object")
         return Fields(self.file, f"{self.where}.{key}" if self.where else key, value)
 
+    def objects(self, key: str) -> tuple[Fields, ...]:
+        """Return the list of objects under ``key``, which may be empty."""
+        return self.children(key) if self.value(key) != [] else ()
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of whole numbers from 0; a key that is not there says none."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, repr(value), "a list of whole numbers")
+        keyed = {str(position): item for position, item in enumerate(value)}
+        numbers = Fields(self.file, f"{self.where}.{key}", keyed)
+        return tuple(numbers.integer(position, minimum=0) for position in keyed)
+
     def children(self, key: str) -> tuple[Fields, ...]:
         """Return the non-empty list of objects under ``key``."""
         value = self.value(key)
@@ -115,4 +128,5 @@ class Fields:
         for position, item in enumerate(value):
             if not isinstance(item, dict):
                 raise self.error(f"{key}[{position}]", repr(item), "a JSON object")
-        return tuple(Fields(self.file, f"{key}[{i}]", item) for i, item in enumerate(value))
+        where = f"{self.where}.{key}" if self.where else key
+        return tuple(Fields(self.file, f"{where}[{i}]", item) for i, item in enumerate(value))

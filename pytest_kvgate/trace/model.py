@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pytest_kvgate.trace.unpaged import WINDOWED, UnpagedLayer
+
 SCHEMA = "kvgate-trace/1"
 
 #: The rounding that leaves q as it is.
@@ -149,7 +151,11 @@ class Reference:
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """A ``kvgate-trace/1`` directory, validated and memory-mapped."""
+    """A ``kvgate-trace/1`` directory, validated and memory-mapped.
+
+    ``cacheless_layers`` are those layers of the model that have no KV cache of their own, and so
+    are not among ``layers``.
+    """
 
     directory: Path
     model: Mapping[str, Any]
@@ -158,6 +164,7 @@ class Trace:
     layers: tuple[Layer, ...]
     steps: tuple[Step, ...]
     verification: Verification | None
+    cacheless_layers: tuple[UnpagedLayer, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Trace {self.label}: {self.n_context} tokens, {len(self.steps)} steps>"
@@ -173,6 +180,24 @@ class Trace:
         return f"{self.model['name']} · {self.workload['name']}"
 
     @property
+    def eos_ignored_from(self) -> int | None:
+        """The decode step from which on the text goes past the end that the model chose for it.
+
+        None where it does not, as far as the trace tells.
+        """
+        step = self.workload.get("eos_ignored_from")
+        return None if step is None else int(step)
+
+    @property
     def paged_layers(self) -> tuple[Layer, ...]:
         """The layers that paging is about: those without a sliding window."""
         return tuple(layer for layer in self.layers if layer.window is None)
+
+    @property
+    def unpaged_layers(self) -> tuple[UnpagedLayer, ...]:
+        """All layers that paging is not about, each with the reason, in ascending order."""
+        windowed = (
+            UnpagedLayer(layer.index, WINDOWED) for layer in self.layers if layer.window is not None
+        )
+        found = (*windowed, *self.cacheless_layers)
+        return tuple(sorted(found, key=lambda layer: layer.index))

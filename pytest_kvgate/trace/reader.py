@@ -14,6 +14,7 @@ import numpy as np
 from pytest_kvgate.trace.errors import TraceError
 from pytest_kvgate.trace.fields import Fields
 from pytest_kvgate.trace.model import SCHEMA, FloatArray, Layer, Step, Trace, Verification
+from pytest_kvgate.trace.unpaged import read_cacheless
 
 
 def load_trace(directory: str | Path) -> Trace:
@@ -37,18 +38,22 @@ def load_trace(directory: str | Path) -> Trace:
         model.text(key)
     workload = document.child("workload")
     workload.text("name")
+    if "eos_ignored_from" in workload.values:
+        workload.integer("eos_ignored_from", minimum=0)
     layers = tuple(_layer(directory, fields, steps) for fields in document.children("layers"))
     indices = [layer.index for layer in layers]
     if len(set(indices)) != len(indices):
         raise document.error("layers", f"indices {indices}", "each layer index once")
+    capture = document.child("capture")
     return Trace(
         directory=directory,
         model=dict(model.values),
         workload=dict(workload.values),
-        capture=dict(document.child("capture").values),
+        capture=dict(capture.values),
         layers=layers,
         steps=steps,
         verification=_verification(document, len(layers)),
+        cacheless_layers=read_cacheless(capture, indices),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,14 @@ STEPS = range(0, 17, 8)
 def random_text(length: int, seed: int = 3) -> str:
     letters = np.random.default_rng(seed).integers(ord("a"), ord("z") + 1, length)
     return bytes(letters.tolist()).decode()
+
+
+def assert_same_arrays(found: Trace, expected: Trace) -> None:
+    """Assert that two captures sampled the same steps and hold the same bits."""
+    assert found.steps == expected.steps
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        np.testing.assert_array_equal(layer.k, other.k)
+        np.testing.assert_array_equal(layer.q, other.q)
 
 
 def hadamard() -> Array:
@@ -54,7 +63,7 @@ class Captures:
 
     folder: Path
     _models: dict[tuple[str, Shape | None], Path] = field(default_factory=dict)
-    _captured: dict[tuple[Path, str, range, Prompt, bool], Captured] = field(default_factory=dict)
+    _captured: dict[tuple[Path, Prompt, CaptureSettings], Captured] = field(default_factory=dict)
 
     def model(self, architecture: str, shape: Shape | None = None) -> Path:
         """Return a tiny model."""
@@ -73,21 +82,26 @@ class Captures:
         steps: range = STEPS,
         prompt: Prompt = PROMPT,
         values: bool = False,
+        cache_type_v: str = "f16",
+        flash_attention: bool = False,
+        prove: bool = False,
     ) -> Captured:
         """Return the capture of a tiny model."""
-        return self.of(self.model(architecture, shape), cache_type_k, steps, prompt, values)
+        engine = EngineSettings(
+            n_threads=1,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            flash_attention=flash_attention,
+        )
+        settings = CaptureSettings(steps=steps, engine=engine, values=values, prove=prove)
+        return self.of(self.model(architecture, shape), prompt, settings)
 
-    def of(
-        self, model: Path, cache_type_k: str, steps: range, prompt: Prompt, values: bool
-    ) -> Captured:
+    def of(self, model: Path, prompt: Prompt, settings: CaptureSettings) -> Captured:
         """Return the capture of a model file."""
-        key = (model, cache_type_k, steps, prompt, values)
+        key = (model, prompt, settings)
         if key not in self._captured:
-            engine = EngineSettings(n_threads=1, cache_type_k=cache_type_k)
-            settings = CaptureSettings(steps=steps, engine=engine, values=values)
             kept: list[Reference] = []
-            folder = self.folder / f"reference-{len(self._captured)}"
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
 
             def verify(trace: Trace, reference: Reference) -> Verification:
                 kept.append(_copy(reference, folder))
@@ -102,4 +116,7 @@ def _copy(reference: Reference, folder: Path) -> Reference:
     softmax = tuple(
         tuple(Path(shutil.copy(path, folder)) for path in paths) for paths in reference.softmax
     )
-    return replace(reference, softmax=softmax)
+    values = reference.values
+    if values is not None:
+        values = tuple(Path(shutil.copy(path, folder)) for path in values)
+    return replace(reference, softmax=softmax, values=values)

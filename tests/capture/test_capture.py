@@ -286,7 +286,12 @@ def test_decode_step_i_sees_the_prompt_and_i_plus_one_tokens(
     captures: Captures, architecture: str
 ) -> None:
     trace = captures(architecture).trace
-    assert trace.workload == {"name": "letters", "n_prompt": N_PROMPT}
+    assert trace.workload == {
+        "name": "letters",
+        "n_prompt": N_PROMPT,
+        "kind": "text",
+        "forced": False,
+    }
     assert [step.decode_index for step in trace.steps] == [0, 8, 16]
     assert [step.n_visible for step in trace.steps] == [N_PROMPT + 1, N_PROMPT + 9, N_PROMPT + 17]
 
@@ -410,6 +415,7 @@ def test_the_provenance_names_engine_cache_and_steps(captures: Captures) -> None
         "n_threads": 1,
         "steps": "0:17:8",
         "shared_kv_layers": [],
+        "unpaged_layers": [],
     }
 
 
@@ -442,7 +448,7 @@ def test_the_trace_holds_no_prompt_no_tokens_and_no_paths(captures: Captures) ->
         "steps",
         "verification",
     }
-    assert set(document["workload"]) == {"name", "n_prompt"}
+    assert set(document["workload"]) == {"name", "n_prompt", "kind", "forced"}
     assert set(document["steps"][0]) == {"decode_index", "n_visible"}
     assert max(_list_lengths(document)) < 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,15 @@ from pytest_kvgate.analysis import PageGrid, Plan, pool, profile_trace
 from pytest_kvgate.gate import Check, Demand, Gate
 from pytest_kvgate.gate import unanswered as unanswered_gate
 from pytest_kvgate.trace import load_trace
-from tests.gate.profiles import GRID, judged, profile_of, with_coverage
+from tests.gate.profiles import (
+    BUDGETS,
+    GRID,
+    LISTED,
+    MASSES,
+    judged,
+    profile_of,
+    with_coverage,
+)
 from tests.traces import FAILED, PASSED, layer_of_logits, layer_of_masses, make_trace
 
 
@@ -281,6 +290,32 @@ class TestNotes:
         result = judged(pool([good, *unverified]), budget=0.4, min_coverage=0.8)
 
         assert len(result.notes) == 1
+
+    def test_an_ignored_end_of_text_is_noted_beside_any_verdict(self, tmp_path: Path) -> None:
+        directory = make_trace(
+            tmp_path / "trace",
+            [layer_of_masses(MASSES, n_step=3)],
+            n_visible=[8, 9, 10],
+            workload="story",
+            verification=PASSED,
+            decode_indices=[0, 8, 16],
+        )
+        path = directory / "trace.json"
+        document = json.loads(path.read_text("utf-8"))
+        document["workload"]["eos_ignored_from"] = 5
+        path.write_text(json.dumps(document), encoding="utf-8")
+        ended = profile_trace(load_trace(directory), GRID, Plan(BUDGETS, LISTED))
+        note = (
+            "end of text ignored in tiny · story from decode step 5 on, so 2 of 3 sampled steps "
+            "are of text that the model would not have written"
+        )
+
+        for threshold, verdict in ((0.1, "GO"), (1, "NO-GO")):
+            result = judged(ended, budget=0.4, min_coverage=threshold)
+            assert (result.verdict, result.notes) == (verdict, (note,))
+        whole = profile_of(tmp_path, workload="whole")
+        pooled = judged(pool([whole, ended]), budget=0.4, min_coverage=0.1)
+        assert pooled.notes == (note,)
 
 
 class TestUnanswered:

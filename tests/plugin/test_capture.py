@@ -52,7 +52,12 @@ def test_a_model_is_captured_verified_and_judged(
     (trace,) = captured(pytester, tiny_llama, prompt, STEPS)
     assert trace["model"]["name"] == "tiny-llama"
     assert trace["model"]["architecture"] == "llama"
-    assert trace["workload"] == {"name": "lesson", "n_prompt": 901}
+    assert trace["workload"] == {
+        "name": "lesson",
+        "n_prompt": 901,
+        "kind": "text",
+        "forced": False,
+    }
     assert (trace["n_context"], trace["n_steps"]) == (910, 3)
     assert trace["verification"]["status"] == "passed"
     assert trace["verification"]["max_abs_error"] < 1e-5

@@ -223,7 +223,17 @@ def test_a_trace_on_the_command_line_replaces_a_model_in_the_ini_file(
 
 
 @pytest.mark.parametrize(
-    "option", ["prompt=x.txt", "ctx=10", "steps=0:9:1", "ngl=1", "threads=1", "save=kept"]
+    "option",
+    [
+        "prompt=x.txt",
+        "continuation=x.txt",
+        "ctx=10",
+        "steps=0:9:1",
+        "ngl=1",
+        "threads=1",
+        "ignore-eos",
+        "save=kept",
+    ],
 )
 def test_a_capture_option_without_a_capture_is_a_usage_error(
     pytester: pytest.Pytester, gqa_trace: Path, option: str

@@ -212,7 +212,8 @@ def test_several_traces_of_a_model_are_pooled_and_each_is_shown_alone(
     result.stdout.fnmatch_lines(
         [
             "kvgate: synthetic; 2 saved traces, 32-token pages",
-            "*alibi-window: *1 layer (and 1 with a sliding window, left out); UNVERIFIED",
+            "*alibi-window: *1 layer; UNVERIFIED",
+            "  alibi-window: not paged: layer 1 (sliding window)",
             "*each alone * 25%",
             "*gqa-f16: oracle * 0.3786",
             "*alibi-window: oracle * 0.6767",

@@ -227,6 +227,9 @@ WRONG: list[tuple[str, object]] = [
     ("model.architecture", None),
     ("workload", []),
     ("workload.name", ["a"]),
+    ("workload.eos_ignored_from", None),
+    ("workload.eos_ignored_from", -1),
+    ("workload.eos_ignored_from", "3"),
     ("capture", None),
     ("layers", {}),
     ("layers", []),
@@ -619,3 +622,65 @@ def test_the_value_dim_in_a_layer_is_not_relied_on(directory: Path, value: objec
 
     assert layer.v is not None
     assert layer.v.shape == (2, 20, 8)
+
+
+def reasons(directory: Path) -> list[tuple[int, str]]:
+    return [(layer.index, layer.reason) for layer in load_trace(directory).unpaged_layers]
+
+
+def test_layers_that_are_not_paged_are_read_with_the_reason(directory: Path) -> None:
+    listed = [
+        {"layer": 7, "reason": "recurrent"},
+        {"layer": 5, "reason": "sliding window"},
+        {"layer": 0, "reason": "a reason of a later version"},
+    ]
+    edit(directory, put("capture.unpaged_layers", listed))
+
+    assert reasons(directory) == [
+        (0, "a reason of a later version"),
+        (5, "sliding window"),
+        (7, "recurrent"),
+    ]
+
+
+def test_whether_a_layer_has_a_window_is_said_by_the_layer(directory: Path) -> None:
+    edit(directory, put("capture.unpaged_layers", [{"layer": 2, "reason": "sliding window"}]))
+
+    trace = load_trace(directory)
+
+    assert [layer.index for layer in trace.paged_layers] == [2]
+    assert reasons(directory) == [(5, "sliding window")]
+
+
+def test_an_older_trace_names_the_layers_that_share_a_cache(directory: Path) -> None:
+    edit(directory, put("capture.shared_kv_layers", [6, 8]))
+
+    assert reasons(directory) == [
+        (5, "sliding window"),
+        (6, "reads another layer's cache"),
+        (8, "reads another layer's cache"),
+    ]
+
+
+def test_an_older_trace_may_name_no_layers_at_all(directory: Path) -> None:
+    assert reasons(directory) == [(5, "sliding window")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("unpaged_layers", "none", "field 'capture.unpaged_layers' is 'none'"),
+        ("unpaged_layers", [3], "field 'capture.unpaged_layers[0]' is 3"),
+        ("unpaged_layers", [{"layer": 3}], "unpaged_layers[0].reason' is missing"),
+        ("unpaged_layers", [{"layer": -1, "reason": "x"}], "unpaged_layers[0].layer' is -1"),
+        ("unpaged_layers", [{"layer": 1, "reason": "x"}] * 2, "is of layers [1, 1]; accepted:"),
+        ("shared_kv_layers", 3, "field 'capture.shared_kv_layers' is 3"),
+        ("shared_kv_layers", ["3"], "field 'capture.shared_kv_layers.0' is '3'"),
+    ],
+)  # fmt: skip
+def test_a_malformed_list_of_unpaged_layers_is_refused(
+    directory: Path, key: str, value: object, found: str
+) -> None:
+    edit(directory, put(f"capture.{key}", value))
+
+    assert found in message(directory)

@@ -1,0 +1,76 @@
+"""Models that cannot be gated, refused by the name of the reason before they are run."""
+
+from __future__ import annotations
+
+from pytest_kvgate.capture.basis import require_whole_blocks
+from pytest_kvgate.capture.errors import CaptureError
+from pytest_kvgate.engine import Engine, EngineSettings
+
+#: Architectures whose sliding window is not sliding: a query sees the chunk that it stands in.
+CHUNKED = frozenset({"llama4"})
+
+
+def refuse_unpageable(engine: Engine, name: str) -> None:
+    """Raise CaptureError unless the model attends causally to a KV cache.
+
+    What metadata cannot tell is refused later, when a decode step shows it.
+    """
+    architecture = engine.architecture
+    model = f"{name} ({architecture})"
+    if engine.has_encoder and engine.has_decoder:
+        raise CaptureError(
+            f"{model} is an encoder-decoder: its decoder also attends to a text that was encoded "
+            "before, which is no KV cache that grows, so what a pager would do is not defined. "
+            "Gate a decoder-only model."
+        )
+    if engine.is_diffusion:
+        raise CaptureError(
+            f"{model} is a diffusion model: it fills in a whole text at once, with no KV cache to "
+            "decode over, so there is nothing to page. Gate a decoder-only model."
+        )
+    if engine.has_encoder or engine.model_metadata("attention.causal") == "false":
+        raise CaptureError(
+            f"{model} is an encoder: every token attends to those after it too, and nothing is "
+            "decoded over a KV cache, so there is nothing to page. Gate a decoder-only model."
+        )
+    if engine.is_recurrent:
+        raise CaptureError(
+            f"{model} is recurrent in every layer: it keeps a state of fixed size and no KV cache, "
+            "so there is nothing to page."
+        )
+    if architecture in CHUNKED and engine.sliding_window:
+        raise CaptureError(
+            f"{model} has chunked attention: most of its layers see only the current chunk of "
+            f"{engine.sliding_window} tokens, so the last query alone does not say which pages "
+            "were in use. That is not supported."
+        )
+
+
+def refuse_cache_type(engine: Engine, name: str, settings: EngineSettings) -> None:
+    """Raise CaptureError where llama.cpp cannot keep K of this model as it is asked to.
+
+    Some of these combinations end the whole process in llama.cpp, so they are refused before.
+    """
+    key_type, value_type = settings.cache_type_k, settings.cache_type_v
+    latent = engine.model_metadata("attention.key_length_mla")
+    if latent not in (None, "0") and key_type != value_type:
+        raise CaptureError(
+            f"{name} ({engine.architecture}) has latent attention (MLA): llama.cpp keeps K and V "
+            f"in one cache of one type, so K cannot be {key_type} where V is "
+            f"{value_type}. Capture with --kvgate-cache-type-k={value_type}."
+        )
+    for head_dim in engine.head_dims:
+        require_whole_blocks(head_dim, key_type)
+
+
+def refuse_windows_alone(spans: set[int], n_visible: int) -> None:
+    """Raise CaptureError where no layer sees the whole context.
+
+    ``spans`` are how many positions each layer that attends saw of ``n_visible``.
+    """
+    if max(spans) < n_visible:
+        found = " or ".join(str(span) for span in sorted(spans))
+        raise CaptureError(
+            f"every layer that attends has a sliding window ({found} of {n_visible} tokens): what "
+            "lies before it is never read again and can be dropped, so there is nothing to page."
+        )
