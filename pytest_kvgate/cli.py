@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 #: What the model reads first; for two commands.
 PROMPT_HELP = "UTF-8 text, or .json file with a chat or token ids, that the model reads first"
 ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k", "cache-type-v", "flash-attn")
-CAPTURE_OPTIONS = ("continuation", "ctx", "steps", *ENGINE_OPTIONS, "values", "ignore-eos")
+CAPTURE_OPTIONS = (
+    "continuation",
+    "ctx",
+    "steps",
+    *ENGINE_OPTIONS,
+    "values",
+    "ignore-eos",
+    "allow-native-sparse",
+)
 PROFILE_OPTIONS = (
     "page-size",
     "sinks",
@@ -164,6 +172,7 @@ def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Tr
         values=parsed.values,
         prove=prove,
         ignore_eos=parsed.ignore_eos,
+        allow_native_sparse=parsed.allow_native_sparse,
     )
     prompt = read_prompt(parsed.prompt)
     if parsed.continuation is not None:
@@ -173,8 +182,12 @@ def _captured(parsed: argparse.Namespace, directory: Path, *, prove: bool) -> Tr
 
 def _report_verification(trace: Trace) -> int:
     """Print what the verification found, and what else to know; return the exit status."""
+    from pytest_kvgate.analysis.wording import native_sparsity_note  # noqa: PLC0415
+
     if trace.eos_ignored_from is not None:
         print(f"end of text ignored from decode step {trace.eos_ignored_from} on")
+    if trace.native_sparsity is not None:
+        print(native_sparsity_note(trace.native_sparsity.top_k, trace.native_sparsity.layers))
     checked = trace.verification
     if checked is None:
         return 1
@@ -186,12 +199,11 @@ def _report_verification(trace: Trace) -> int:
 
 
 def _engine(parsed: argparse.Namespace) -> EngineSettings:
-    from pytest_kvgate.capture import CaptureError  # noqa: PLC0415
-    from pytest_kvgate.engine import EngineSettings  # noqa: PLC0415
+    from pytest_kvgate.engine import EngineError, EngineSettings  # noqa: PLC0415
 
     problem = engine_problem(parsed.cache_type_v, flash_attention=parsed.flash_attn)
     if problem is not None:
-        raise CaptureError(f"--cache-type-v: {problem}.")
+        raise EngineError(f"--cache-type-v: {problem}.")
     return EngineSettings(
         n_gpu_layers=parsed.ngl,
         n_threads=parsed.threads,

@@ -50,8 +50,6 @@ def capture_settings(settings: Settings) -> CaptureSettings:
         steps=settings.steps,
         n_context=settings.n_context,
         values=settings.values,
-        prove=settings.verification == "reference",
-        ignore_eos=settings.ignore_eos,
         engine=EngineSettings(
             n_gpu_layers=settings.n_gpu_layers,
             n_threads=settings.n_threads,
@@ -59,6 +57,9 @@ def capture_settings(settings: Settings) -> CaptureSettings:
             cache_type_v=settings.cache_type_v,
             flash_attention=settings.flash_attention,
         ),
+        prove=settings.verification == "reference",
+        ignore_eos=settings.ignore_eos,
+        allow_native_sparse=settings.allow_native_sparse,
     )
 
 

@@ -35,6 +35,7 @@ class LayerArrays:
     v: FloatArray | None = None
     sinks: FloatArray | None = None
     rotated_last: bool = False
+    visible: NDArray[np.bool_] | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -121,9 +122,19 @@ def trace_document(
     verification: dict[str, Any] | None = None,
     decode_indices: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of trace.json; ``decode_indices`` None counts the steps."""
+    """Return the content of trace.json; ``decode_indices`` None counts the steps.
+
+    Layers with ``visible`` make it the capture of a natively sparse model, of the smallest top-k
+    that shows as much.
+    """
     if decode_indices is None:
         decode_indices = range(len(n_visible))
+    capture: dict[str, Any] = {"backend": "made"}
+    sparse = [layer for layer in layers if layer.visible is not None]
+    if sparse:
+        shown = [layer.visible.sum(axis=1).max() for layer in sparse if layer.visible is not None]
+        indices = [layer.index for layer in sparse]
+        capture["native_sparse"] = {"top_k": int(max(shown)), "layers": indices}
     return {
         "schema": "kvgate-trace/1",
         "model": {
@@ -133,7 +144,7 @@ def trace_document(
             "file_sha256": None,
         },
         "workload": {"name": workload, "n_prompt": n_visible[0] - 1},
-        "capture": {"backend": "made"},
+        "capture": capture,
         "layers": [layer.fields for layer in layers],
         "steps": [
             {"decode_index": index, "n_visible": visible}
@@ -169,6 +180,8 @@ def make_trace(
             np.save(folder / "v.npy", layer.v)
         if layer.sinks is not None:
             np.save(folder / "sinks.npy", layer.sinks)
+        if layer.visible is not None:
+            np.save(folder / "visible.npy", layer.visible)
     document = trace_document(
         layers,
         n_visible,

@@ -1,10 +1,10 @@
 """Exact attention masses of one layer at sampled decode steps.
 
 The softmax of scaled dot-product attention (Vaswani et al., 2017) with the terms in use today:
-logit softcap (Gemma 2), ALiBi (Press et al., 2022), a sliding window, and a learned sink in the
-denominator (gpt-oss). The context is streamed in tiles that fit into the processor's cache, each
-relative to its own largest logit, and put on one scale at the end (as in online softmax, Milakov
-and Gimelshein, 2018).
+logit softcap (Gemma 2), ALiBi (Press et al., 2022), a sliding window, a learned sink in the
+denominator (gpt-oss), and what a model's own top-k hides (DeepSeek V3.2). The context is streamed
+in tiles that fit into the processor's cache, each relative to its own largest logit, and put on one
+scale at the end (as in online softmax, Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class GroupSoftmax:
     ``queries`` is ``[n_step, G, head_dim]`` float32, ``n_visible`` the visible positions per step,
     the query's own included; ``cuts`` are positions that no tile may straddle, and ``store`` at
     least ``n_step · G · n_token`` float32 values of memory to keep weights in. ``first_step`` is
-    the number of the first of these steps in its trace, for errors.
+    the number of the first of these steps in its trace, which follow each other.
     """
 
     def __init__(
@@ -130,6 +130,9 @@ class GroupSoftmax:
         self._n_visible = np.array(n_visible, dtype=np.int64)
         window = layer.window or int(self._n_visible.max())
         self._first_visible = np.maximum(self._n_visible - window, 0)
+        self._shown = None
+        if layer.visible is not None:
+            self._shown = layer.visible[first_step : first_step + n_step]
         self._cuts = sorted(set(cuts))
         self._scaled = (queries * np.float32(layer.scale)).reshape(n_step * self._group, -1)
         self._slopes = None
@@ -244,9 +247,15 @@ class GroupSoftmax:
         for step in np.flatnonzero((self._n_visible < end) | (self._first_visible > begin)):
             by_step[step, :, max(0, self._n_visible[step] - begin) :] = HIDDEN
             by_step[step, :, : max(0, self._first_visible[step] - begin)] = HIDDEN
+        if self._shown is not None:
+            np.copyto(by_step, HIDDEN, where=~self._shown[:, None, begin:end])
 
     def _seen(self, begin: Any, end: Any) -> NDArray[np.bool_]:  # noqa: ANN401 - int or array
         """Return which steps see anything of ``[begin, end)``, ``[…, n_step]``."""
+        if self._shown is not None:
+            tiles = zip(np.atleast_1d(begin), np.atleast_1d(end), strict=True)
+            shown = np.array([self._shown[:, first:last].any(axis=1) for first, last in tiles])
+            return shown.reshape(*np.shape(begin), -1)
         begin, end = np.asarray(begin)[..., None], np.asarray(end)[..., None]
         seen: NDArray[np.bool_] = (begin < self._n_visible) & (end > self._first_visible)
         return seen
@@ -321,12 +330,12 @@ def group_masses(
     """Return the attention masses ``p[h, j]`` of one GQA group at several steps.
 
     Args:
-        layer: gives scale, softcap, ALiBi slopes, window and sinks.
+        layer: gives scale, softcap, ALiBi slopes, window, sinks and what its own top-k shows.
         kv_head: which KV head, and with it which group of query heads.
         queries: ``[n_step, G, head_dim]`` float32, the group's queries.
         keys: ``[n_token, head_dim]`` float16 or float32, with ``n_token >= max(n_visible)``.
         n_visible: visible positions per step, the query's own included.
-        first_step: number of the first of these steps in its trace, for errors.
+        first_step: number of the first of these steps in its trace; the steps follow each other.
 
     Returns:
         ``[n_step, G, n_token]`` float32; zero where a position is not visible. A row sums to 1,

@@ -25,7 +25,8 @@ def output_errors(
     ``o = Σ p·v`` and ``o' = Σ_kept p·v / (Σ_kept p + share of the learned sink)``, where kept is
     free and selected. ``eligible`` and ``everything`` are the tiles of eligible and of all
     positions, ``[n_tile, n_step]``; ``orders`` the best pages, ``[n_step, widest]`` per selector.
-    A head whose output is exactly zero has no relative error, and its unit none either.
+    Where nothing that is kept has mass, because a model's own top-k hid it, o' is zero. A head
+    whose output is exactly zero has no relative error, and its unit none either.
     """
     whole = attention.outputs(everything)
     resident = everything & ~eligible

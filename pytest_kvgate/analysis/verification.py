@@ -124,7 +124,7 @@ def _softmax_error(
             keys = head_keys(layer, kv_head, n_visible)
             try:
                 masses = group_masses(
-                    layer, kv_head, queries[row : row + 1, heads], keys, [n_visible]
+                    layer, kv_head, queries[row : row + 1, heads], keys, [n_visible], step
                 )
             except TraceError:
                 return float("inf")
@@ -153,7 +153,7 @@ def _judge_outputs(
     candidates: list[list[float]] = []
     for queries in roundings.values():
         per_layer = [
-            _output_errors(layer, v, q, n_visible, output)
+            _output_errors(layer, v, q, reference.steps, n_visible, output)
             for layer, v, q, output in zip(
                 trace.layers, values, queries, reference.outputs, strict=True
             )
@@ -175,6 +175,7 @@ def _output_errors(
     layer: Layer,
     v: FloatArray,
     queries: FloatArray,
+    steps: Sequence[int],
     n_visible: Sequence[int],
     outputs: FloatArray,
 ) -> tuple[float, float]:
@@ -192,12 +193,12 @@ def _output_errors(
         expected = np.asarray(outputs[:, heads], dtype=np.float64)
         if not (np.isfinite(all_values).all() and np.isfinite(expected).all()):
             return broken
-        for row, n in enumerate(n_visible):
+        for row, (step, n) in enumerate(zip(steps, n_visible, strict=True)):
             values = all_values[:n]
             try:
-                masses = group_masses(layer, kv_head, queries[row : row + 1, heads], keys[:n], [n])[
-                    0
-                ]
+                (masses,) = group_masses(
+                    layer, kv_head, queries[row : row + 1, heads], keys[:n], [n], step
+                )
             except TraceError:
                 return broken
             resolved = WEIGHT_STEP / OUTPUT_TOLERANCE * np.linalg.norm(values)

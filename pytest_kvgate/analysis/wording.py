@@ -47,6 +47,17 @@ def margin(value: float | None) -> str:
     return UNDEFINED if value is None else f"{_cut(value):+.4f}"
 
 
+def native_sparsity_note(top_k: int, layers: Sequence[int]) -> str:
+    """Say what a model's own top-k does to its coverage; ``layers`` are those that it masked."""
+    text = f"natively sparse attention, top-k of {top_k} tokens: "
+    if not layers:
+        return text + "here the engine attended to everything, where the model was made to select"
+    return text + (
+        f"in layer{'s' if len(layers) > 1 else ''} {ranges(layers)} a query attends to no more "
+        "than the model selects for it; what that hides has no mass, so coverage looks better"
+    )
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Write ascending whole numbers with runs joined: 0, 1, 2, 5 → 0-2, 5."""
     parts: list[str] = []

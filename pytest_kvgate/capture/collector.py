@@ -19,6 +19,7 @@ from pytest_kvgate.capture.basis import (
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.refusals import refuse_windows_alone
 from pytest_kvgate.capture.settings import CaptureSettings
+from pytest_kvgate.capture.sparsity import OwnSelections
 from pytest_kvgate.engine import AttentionRead, ValueRead
 from pytest_kvgate.trace import UNROUNDED, FloatArray, Reference, Step, TraceWriter
 
@@ -47,8 +48,15 @@ class Collector:
     into the trace if it was asked for, else into ``scratch``.
     """
 
-    def __init__(self, writer: TraceWriter, scratch: Path, settings: CaptureSettings) -> None:
+    def __init__(
+        self,
+        writer: TraceWriter,
+        scratch: Path,
+        settings: CaptureSettings,
+        selections: OwnSelections,
+    ) -> None:
         self._writer = writer
+        self._selections = selections
         self._scratch = scratch
         self._settings = settings
         self._layers: dict[int, _LayerRecord] = {}
@@ -68,7 +76,8 @@ class Collector:
         record = self._layers.setdefault(read.index, _LayerRecord(read))
         record.read = read
         n_visible = self.steps[-1].n_visible
-        record.spans.append(_visible_span(read, n_visible))
+        selects = self._selections.take(read, n_visible)
+        record.spans.append(n_visible if selects else _visible_span(read, n_visible))
         record.queries.append(_model_basis(read.queries, read.rotation))
         if self._is_checked:
             record.checked.append(read.queries)
@@ -171,6 +180,7 @@ class Collector:
         read = record.read
         n_head, head_dim = read.queries.shape
         self._writer.write_array(index, "q", np.stack(record.queries))
+        self._selections.write(self._writer, index, len(self.steps))
         if read.sinks is not None:
             self._writer.write_array(index, "sinks", read.sinks)
         entry: dict[str, Any] = {

@@ -18,9 +18,17 @@ from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.capture.prompts import Prompt, prompt_tokens
 from pytest_kvgate.capture.refusals import refuse_cache_type, refuse_unpageable
 from pytest_kvgate.capture.settings import CaptureSettings
+from pytest_kvgate.capture.sparsity import OwnSelections, stated_top_k
 from pytest_kvgate.capture.unpaged import unpaged_layers
 from pytest_kvgate.engine import Engine
-from pytest_kvgate.trace import Reference, Step, Trace, TraceWriter, Verification
+from pytest_kvgate.trace import (
+    NativeSparsity,
+    Reference,
+    Step,
+    Trace,
+    TraceWriter,
+    Verification,
+)
 
 #: Compares a fresh trace with the model's own softmax.
 Verify = Callable[[Trace, Reference], Verification]
@@ -42,13 +50,14 @@ def capture(
         Engine(model, settings.engine) as engine,
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
     ):
+        selections = OwnSelections(stated_top_k(engine), allowed=settings.allow_native_sparse)
         tokens = _fitting_tokens(engine, model, prompt, settings)
         choice = _choice(engine, prompt, tokens, settings)
         decoder = Decoder(engine, len(tokens) + settings.steps[-1] + 1, prove=settings.prove)
         state = model.stat()
         digest = background.submit(_sha256, model, state.st_size, state.st_mtime_ns)
         with TraceWriter(parent, f"{model.stem}-{prompt.name}") as writer:
-            collector = Collector(writer, Path(scratch), settings)
+            collector = Collector(writer, Path(scratch), settings, selections)
             _decode(decoder, choice, tokens, settings.steps, collector)
             layers = collector.write_layers(engine.sliding_window)
             trace = writer.write_document(
@@ -65,7 +74,7 @@ def capture(
                     **choice.as_recorded(),
                 },
                 capture={
-                    **_provenance(engine, settings, collector),
+                    **_provenance(engine, settings, collector, selections.found),
                     "unpaged_layers": unpaged_layers(
                         engine.n_layer,
                         layers,
@@ -134,7 +143,10 @@ def _quantization(engine: Engine) -> str | None:
 
 
 def _provenance(
-    engine: Engine, settings: CaptureSettings, collector: Collector
+    engine: Engine,
+    settings: CaptureSettings,
+    collector: Collector,
+    sparsity: NativeSparsity | None,
 ) -> Mapping[str, Any]:
     steps = settings.steps
     return {
@@ -148,6 +160,7 @@ def _provenance(
         "n_threads": engine.n_threads,
         "steps": f"{steps.start}:{steps.stop}:{steps.step}",
         "shared_kv_layers": sorted(collector.shared_layers),
+        **({} if sparsity is None else {"native_sparse": sparsity.as_json()}),
     }
 
 

@@ -15,7 +15,8 @@ class CaptureSettings:
     the context the model was trained with. ``values`` also captures V, at the last sampled step.
     ``prove`` runs the model once more without flash attention, along the same tokens, to have its
     softmax; without flash attention the capture itself has it. ``ignore_eos`` keeps greedy decoding
-    from ending the text.
+    from ending the text. ``allow_native_sparse`` measures models that select for themselves what
+    they attend to.
     """
 
     steps: range = range(0, 257, 8)
@@ -24,6 +25,7 @@ class CaptureSettings:
     values: bool = False
     prove: bool = False
     ignore_eos: bool = False
+    allow_native_sparse: bool = False
 
     @property
     def checked_steps(self) -> tuple[int, ...]:

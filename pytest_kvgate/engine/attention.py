@@ -21,6 +21,7 @@ from pytest_kvgate.engine.outputs import find_output
 from pytest_kvgate.engine.reads import AttentionRead, OutputNode, ValueRead
 from pytest_kvgate.engine.recurrent import recurrent_layer
 from pytest_kvgate.engine.rotary import find_rotation, rotary_dims, rotation_matrix
+from pytest_kvgate.engine.sparsity import GATHERED, gathers_from_cache, mask_top_k
 
 NOT_CAUSAL = (
     "this model's attention reads keys of its own batch and not a KV cache (an encoder or a "
@@ -273,7 +274,7 @@ class AttentionHook:
         queries, keys, mask, sinks = operands
         cache = ggml.behind_moves(keys)
         if cache is None or ggml.op(cache) != "NONE":
-            raise EngineError(NOT_CAUSAL)
+            raise EngineError(GATHERED if gathers_from_cache(ggml, keys) else NOT_CAUSAL)
         if read_queries is None:
             raise EngineError(ONE_TOKEN)
         address = ctypes.addressof(cache)
@@ -297,6 +298,7 @@ class AttentionHook:
             n_rot=n_rot,
             rotated_last=rotated_last,
             shared_keys=shared,
+            top_k=mask_top_k(ggml, mask),
         )
 
     def _keep_rotation(self, node: Tensor) -> None:

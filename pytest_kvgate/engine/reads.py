@@ -22,7 +22,8 @@ class AttentionRead:
     is the orthonormal ``[r, r]`` matrix
     that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
     that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
-    a layer that reads another layer's cache.
+    a layer that reads another layer's cache. ``top_k`` is the number of cells that a top-k of the
+    model's own lets the mask show, None where the mask is an ordinary one.
     """
 
     index: int
@@ -40,6 +41,7 @@ class AttentionRead:
     n_rot: int
     rotated_last: bool
     shared_keys: bool
+    top_k: int | None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pytest_kvgate.analysis.verification import (
     accepted_tolerance,
     is_smoke_tested,
 )
-from pytest_kvgate.analysis.wording import percent, ranges
+from pytest_kvgate.analysis.wording import native_sparsity_note, percent, ranges
 from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
 from pytest_kvgate.gate.observation import observe
 from pytest_kvgate.gate.reasons import go_reason, missed_reason, open_reason
@@ -196,6 +196,9 @@ def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
     for trace in profile.traces:
         if trace.eos_ignored_from is not None:
             yield _note_on_ignored_end(trace)
+    for sparsity in dict.fromkeys(trace.native_sparsity for trace in profile.traces):
+        if sparsity is not None:
+            yield native_sparsity_note(sparsity.top_k, sparsity.layers)
     if any(is_smoke_tested(trace) for trace in profile.traces):
         yield (
             "smoke-tested only: flash attention leaves no softmax, so the capture was compared by "

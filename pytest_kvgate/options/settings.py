@@ -64,6 +64,7 @@ class Settings:
     selectors: tuple[str, ...] | None
     values: bool
     ignore_eos: bool
+    allow_native_sparse: bool
     pool: float
     link: float | None
     sweep: tuple[int, ...]
@@ -179,6 +180,7 @@ def resolve_settings(config: pytest.Config) -> Settings:
         selectors=values["selectors"],
         values=values["values"],
         ignore_eos=values["ignore-eos"],
+        allow_native_sparse=values["allow-native-sparse"],
         pool=values["pool"],
         link=values["link"],
         sweep=values["sweep"],

@@ -170,6 +170,15 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
     ),
     Option(
+        "allow-native-sparse",
+        "",
+        "measure models that select for themselves what they attend to, which flatters coverage",
+        parse_flag,
+        "false",
+        capture_only=True,
+        switch=True,
+    ),
+    Option(
         "save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True
     ),
     Option("page-size", "N", "tokens per KV page [32]", whole_number(1, "tokens"), "32"),

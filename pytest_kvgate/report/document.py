@@ -191,7 +191,7 @@ def _rows(documents: Sequence[Document], key: str) -> list[Document]:
 
 def _trace_row(profile: Profile, *, detailed: bool) -> Document:
     trace: Trace = profile.traces[0]
-    verification = trace.verification
+    verification, sparsity = trace.verification, trace.native_sparsity
     row: Document = {
         "model": dict(trace.model),
         "workload": dict(trace.workload),
@@ -200,6 +200,7 @@ def _trace_row(profile: Profile, *, detailed: bool) -> Document:
         "n_steps": len(trace.steps),
         "strides": list(strides(profile)),
         "verification": None if verification is None else verification.as_json(),
+        "native_sparse": None if sparsity is None else sparsity.as_json(),
         "smoke_tested": is_smoke_tested(trace),
         "all_layers": [layer.index for layer in trace.layers],
         "paged_layers": [layer.index for layer in trace.paged_layers],

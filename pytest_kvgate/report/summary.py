@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_kvgate.analysis.verification import UNFUSED_REFERENCE
-from pytest_kvgate.analysis.wording import UNDEFINED, distinct, part, percent, ranges, share
+from pytest_kvgate.analysis.wording import (
+    UNDEFINED,
+    distinct,
+    native_sparsity_note,
+    part,
+    percent,
+    ranges,
+    share,
+)
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
@@ -104,6 +112,8 @@ def _headline(document: Document) -> Iterator[str]:
     names = _names(traces, LONGEST_NAME)
     for trace, name in zip(traces, names, strict=True):
         yield from wrap(_trace_line(trace, name), "  ")
+        if trace["native_sparse"] is not None:
+            yield from wrap(native_sparsity_note(**trace["native_sparse"]), "    ")
     for text in _unpaged(traces, names):
         yield from wrap(text, "  ")
     yield (

@@ -41,7 +41,9 @@ class Layer:
     rounding, row ``j`` = position ``j``. ``q`` is ``[n_step, n_head, head_dim]`` float32. ``v`` is
     like ``k`` or None; ``sinks`` is ``[n_head]`` float32 logits or None. ``window`` is the sliding
     window in tokens, None for a layer that attends to the whole context. RoPE turns ``n_rot`` dims
-    of a head, the first ones or, where ``rotated_last``, the last.
+    of a head, the first ones or, where ``rotated_last``, the last. ``visible`` is ``[n_step,
+    n_token]``, what the model's own top-k let each query attend to, None for a layer that shows a
+    query everything up to its own position.
     """
 
     index: int
@@ -58,6 +60,7 @@ class Layer:
     v: FloatArray | None = None
     sinks: FloatArray | None = None
     rotated_last: bool = False
+    visible: NDArray[np.bool_] | None = None
 
     def __repr__(self) -> str:
         return f"<Layer {self.index}: {self.n_head} query heads on {self.n_head_kv} KV heads>"
@@ -80,6 +83,22 @@ class Layer:
         if self.rotated_last:
             return slice(0, self.head_dim - self.n_rot)
         return slice(self.n_rot, self.head_dim)
+
+
+@dataclass(frozen=True)
+class NativeSparsity:
+    """A model that selects for itself what its queries attend to.
+
+    ``top_k`` is the number of positions that its own top-k leaves, in tokens. ``layers`` are the
+    indices of the layers where it did so in the capture; empty where the engine ran them densely.
+    """
+
+    top_k: int
+    layers: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values that a trace and a report state."""
+        return {"top_k": self.top_k, "layers": list(self.layers)}
 
 
 @dataclass(frozen=True)
@@ -165,6 +184,7 @@ class Trace:
     steps: tuple[Step, ...]
     verification: Verification | None
     cacheless_layers: tuple[UnpagedLayer, ...] = ()
+    native_sparsity: NativeSparsity | None = None
 
     def __repr__(self) -> str:
         return f"<Trace {self.label}: {self.n_context} tokens, {len(self.steps)} steps>"

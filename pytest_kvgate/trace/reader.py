@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pytest_kvgate.trace.errors import TraceError
 from pytest_kvgate.trace.fields import Fields
-from pytest_kvgate.trace.model import SCHEMA, FloatArray, Layer, Step, Trace, Verification
+from pytest_kvgate.trace.model import (
+    SCHEMA,
+    Layer,
+    NativeSparsity,
+    Step,
+    Trace,
+    Verification,
+)
 from pytest_kvgate.trace.unpaged import read_cacheless
 
 
@@ -54,6 +62,7 @@ def load_trace(directory: str | Path) -> Trace:
         steps=steps,
         verification=_verification(document, len(layers)),
         cacheless_layers=read_cacheless(capture, indices),
+        native_sparsity=_native_sparsity(capture, layers),
     )
 
 
@@ -148,6 +157,13 @@ def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
         sinks = _array(sinks_path, (n_head,), ("float32",))
         if not np.isfinite(sinks).all():
             raise TraceError(f"{sinks_path}: holds a value that is not finite.")
+    window = fields.integer_or_none("window", minimum=1)
+    visible_path = folder / "visible.npy"
+    visible = None
+    if visible_path.exists():
+        if window is not None:
+            raise fields.error("window", f"{window} beside visible.npy", "null where that file is")
+        visible = _visible(visible_path, k.shape[1], steps)
     return Layer(
         index=index,
         n_head=n_head,
@@ -156,21 +172,57 @@ def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
         scale=fields.number("scale", positive=True),
         softcap=fields.number_or_none("softcap", positive=True),
         alibi_slopes=slopes,
-        window=fields.integer_or_none("window", minimum=1),
+        window=window,
         n_rot=fields.integer("n_rot", minimum=0, maximum=head_dim),
         rotated_last=fields.flag("rotated_last"),
         k=k,
         q=_array(folder / "q.npy", (len(steps), n_head, head_dim), ("float32",)),
         v=v,
         sinks=sinks,
+        visible=visible,
     )
 
 
-def _array(path: Path, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> FloatArray:
+def _visible(path: Path, n_token: int, steps: tuple[Step, ...]) -> NDArray[np.bool_]:
+    visible: NDArray[np.bool_] = _array(path, (len(steps), n_token), ("bool",))
+    for number, (step, shown) in enumerate(zip(steps, visible, strict=True)):
+        if shown[step.n_visible :].any():
+            raise TraceError(
+                f"{path}: step {number} shows position "
+                f"{step.n_visible + int(shown[step.n_visible :].argmax())}, but its query sits at "
+                f"{step.n_visible - 1}. Copy or capture the trace again."
+            )
+        if not shown.any():
+            raise TraceError(
+                f"{path}: step {number} shows no position at all, so it has no attention. Copy or "
+                "capture the trace again."
+            )
+    return visible
+
+
+def _native_sparsity(capture: Fields, layers: tuple[Layer, ...]) -> NativeSparsity | None:
+    """Read what the capture says of the model's own top-k; visible.npy must agree with it."""
+    found = [layer.index for layer in layers if layer.visible is not None]
+    if capture.values.get("native_sparse") is None:
+        if found:
+            raise capture.error(
+                "native_sparse",
+                f"missing or null, though layer {found[0]} has visible.npy",
+                "the model's top_k and these layers",
+            )
+        return None
+    fields = capture.child("native_sparse")
+    listed = fields.value("layers")
+    if listed != found:
+        raise fields.error("layers", repr(listed), f"the layers that have visible.npy, {found}")
+    return NativeSparsity(fields.integer("top_k", minimum=1), tuple(found))
+
+
+def _array(path: Path, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> NDArray[Any]:
     """Memory-map one ``.npy`` file; None in ``shape`` accepts any length."""
     try:
         # unlike np.load, this opens nothing but .npy and has no way to unpickle
-        array: FloatArray = np.lib.format.open_memmap(path, mode="r")
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         raise TraceError(
             f"{path}: is missing. The trace is incomplete; copy or capture it again."

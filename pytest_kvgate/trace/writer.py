@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pytest_kvgate.trace.model import SCHEMA, FloatArray, Step, Trace, Verification
+from pytest_kvgate.trace.model import SCHEMA, Step, Trace, Verification
 from pytest_kvgate.trace.reader import load_trace
 
 
@@ -41,7 +42,7 @@ class TraceWriter:
     ) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
 
-    def write_array(self, layer: int, name: str, array: FloatArray) -> None:
+    def write_array(self, layer: int, name: str, array: NDArray[Any]) -> None:
         """Write ``layers/<layer>/<name>.npy``."""
         folder = self._partial / "layers" / f"{layer:03d}"
         folder.mkdir(parents=True, exist_ok=True)

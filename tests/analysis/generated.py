@@ -156,6 +156,22 @@ def layers(
 
 
 @st.composite
+def selective(draw: st.DrawFn, layer: LayerArrays, n_visible: Sequence[int]) -> LayerArrays:
+    """Let a layer without a window hide what its own top-k might, or leave it as it is."""
+    if layer.window is not None or draw(st.integers(0, 2)):
+        return layer
+    n_token = layer.k.shape[1]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    visible = rng.random((len(n_visible), n_token)) < draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+    first, last = sorted(draw(st.tuples(st.integers(0, n_token), st.integers(0, n_token))))
+    visible[draw(st.integers(0, len(n_visible) - 1)), first:last] = False  # whole tiles too
+    for row, n in zip(visible, n_visible, strict=True):
+        row[n:] = False
+        row[rng.integers(n)] = True
+    return replace(layer, visible=visible)
+
+
+@st.composite
 def setups(draw: st.DrawFn, n_grid: int = 1) -> Setup:
     unit = draw(st.sampled_from([4, 5, 6, 7, 8, 9, 12]))
     sizes = draw(
@@ -187,7 +203,11 @@ def setups(draw: st.DrawFn, n_grid: int = 1) -> Setup:
     )
     windowed = draw(st.sampled_from([[False], [False, False], [True, False], [False, False]]))
     drawn = [
-        draw(layers(2 * index + 1, n_token, n_step, unit, windowed=is_windowed))
+        draw(
+            layers(2 * index + 1, n_token, n_step, unit, windowed=is_windowed).flatmap(
+                lambda layer: selective(layer, n_visible)
+            )
+        )
         for index, is_windowed in enumerate(windowed)
     ]
     least = math.ceil(1000 * max(sizes) / n_visible[0])

@@ -23,6 +23,7 @@ from tests.analysis.generated import (
     judged,
     layers,
     limits,
+    selective,
     setups,
 )
 from tests.plain import PlainProfile, eligible_pages, head_masses, read_layer
@@ -105,14 +106,21 @@ def test_several_page_grids_at_once_are_the_plain_ones(setup: Setup) -> None:
     layer=st.booleans().flatmap(lambda windowed: layers(0, 40, 3, 8, windowed=windowed)),
     n_visible=st.sets(st.integers(1, 40), min_size=3, max_size=3).map(sorted),
     cut=limits(),
+    data=st.data(),
 )
 def test_the_masses_of_every_token_are_the_plain_ones(
-    layer: LayerArrays, n_visible: list[int], cut: Limits, tmp_path_factory: pytest.TempPathFactory
+    layer: LayerArrays,
+    n_visible: list[int],
+    cut: Limits,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
+    layer = data.draw(selective(layer, n_visible))
     directory = make_trace(tmp_path_factory.mktemp("masses") / "trace", [layer], n_visible)
     (loaded,) = load_trace(directory).layers
     plain = read_layer(directory, layer.fields)
     event(f"window: {layer.window is not None}")
+    event(f"hidden by its own top-k: {layer.visible is not None}")
 
     for kv_head in range(loaded.n_head_kv):
         heads = loaded.query_heads(kv_head)

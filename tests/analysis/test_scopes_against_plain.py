@@ -251,7 +251,14 @@ def test_grids_at_once_in_tiles_and_blocks_are_the_same_as_one_at_a_time_whole(
 @given(setups(), st.integers(1, 2))
 def test_every_unit_weighs_the_same_in_a_pool(setup: Setup, more: int) -> None:
     tail = Setup(
-        [replace(layer, q=layer.q[-1:]) for layer in setup.layers],
+        [
+            replace(
+                layer,
+                q=layer.q[-1:],
+                visible=None if layer.visible is None else layer.visible[-1:],
+            )
+            for layer in setup.layers
+        ],
         setup.n_visible[-1:],
         [0],
         setup.grids,

@@ -431,3 +431,30 @@ def test_a_product_may_round_the_softmax_or_not(tmp_path: Path, rounds: bool) ->
     assert verify_capture(trace, reference).status == "passed"
     wrong = replace(reference, outputs=(output * np.float32(1.1),))
     assert verify_capture(trace, wrong).status == "failed"
+
+
+def test_what_a_model_selected_for_itself_is_part_of_the_softmax(tmp_path: Path) -> None:
+    visible = np.zeros((3, 40), dtype=np.bool_)
+    for step, n in enumerate(N_VISIBLE):
+        visible[step, step:n:3] = True  # another third at each step
+    layer = replace(LAYERS[0], visible=visible)
+    directory = make_trace(tmp_path / "sparse", [layer], N_VISIBLE)
+    plain = read_layer(directory, layer.fields)
+    paths = []
+    for step in (0, 2):
+        rows = [head_masses(plain, step, head, N_VISIBLE[step]) for head in range(4)]
+        paths.append(tmp_path / f"{step}.npy")
+        np.save(paths[-1], np.array(rows, dtype=np.float32))
+    trace = load_trace(directory)
+    queries = {UNROUNDED: (trace.layers[0].q[[0, 2]],)}
+    reference = Reference((0, 2), (tuple(paths),), queries)
+    found = verify_capture(trace, reference)
+    assert found.status == "passed"
+    assert found.max_abs_error < 1e-6
+
+    for step in (0, 2):  # one position too many, and one too few
+        for position in (step + 1, step + 3):
+            wrong = visible.copy()
+            wrong[step, position] ^= True
+            (tampered,) = (replace(kept, visible=wrong) for kept in trace.layers)
+            assert verify_capture(replace(trace, layers=(tampered,)), reference).status == "failed"

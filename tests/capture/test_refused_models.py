@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture
 from pytest_kvgate.capture.collector import Collector
+from pytest_kvgate.capture.sparsity import OwnSelections
 from pytest_kvgate.engine import AttentionRead, Engine, EngineError, EngineSettings
 from pytest_kvgate.trace import Step, TraceWriter
 from tests.capture.captures import LETTERS, PROMPT, Captures, random_text
@@ -179,7 +180,8 @@ def test_llama_cpp_itself_attends_wrongly_where_blocks_do_not_divide_a_head(
 def test_a_step_in_which_nothing_attends_is_refused(captures: Captures, tmp_path: Path) -> None:
     # metadata refuse such models before; this is what a step itself shows
     with TraceWriter(tmp_path / "traces", "none") as writer:
-        collector = Collector(writer, tmp_path, CaptureSettings(steps=range(1)))
+        settings = CaptureSettings(steps=range(1))
+        collector = Collector(writer, tmp_path, settings, OwnSelections(None, allowed=False))
         with Engine(captures.model("mamba"), EngineSettings(n_threads=1)) as engine:
             context = engine.start(64)
             context.decode(token_ids("abc"))
@@ -199,7 +201,8 @@ def test_chunks_are_seen_in_the_attention_of_two_steps(captures: Captures, tmp_p
         Engine(model, EngineSettings(n_threads=1)) as engine,
         TraceWriter(tmp_path / "traces", "chunks") as writer,
     ):
-        collector = Collector(writer, tmp_path, CaptureSettings(steps=range(2)))
+        settings = CaptureSettings(steps=range(2))
+        collector = Collector(writer, tmp_path, settings, OwnSelections(None, allowed=False))
         context = engine.start(len(tokens) + 2)
         context.decode(tokens)
         for index in range(2):

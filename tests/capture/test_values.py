@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt
 from pytest_kvgate.capture.collector import Collector
+from pytest_kvgate.capture.sparsity import OwnSelections
 from pytest_kvgate.engine import Engine, EngineSettings
 from pytest_kvgate.trace import Step, TraceWriter
 from tests.capture.captures import LETTERS, STEPS, Captured, Captures, random_text
@@ -184,7 +185,8 @@ def test_a_layer_whose_values_were_not_seen_is_refused(llama: Path, tmp_path: Pa
         Engine(llama, EngineSettings(n_threads=1)) as engine,
         TraceWriter(tmp_path / "traces", "unseen") as writer,
     ):
-        collector = Collector(writer, tmp_path, CaptureSettings(steps=range(1), values=True))
+        settings = CaptureSettings(steps=range(1), values=True)
+        collector = Collector(writer, tmp_path, settings, OwnSelections(None, allowed=False))
         context = engine.start(len(tokens) + 1)
         context.decode(tokens)
         collector.begin(Step(0, len(tokens) + 1))

@@ -26,6 +26,7 @@ class PlainLayer:
     v: list[list[list[float]]] | None
     sinks: list[float] | None
     rotated_last: bool
+    visible: list[list[bool]] | None = None
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
@@ -43,6 +44,7 @@ def head_masses(layer: PlainLayer, step: int, head: int, n: int) -> list[float]:
         if layer.alibi_slopes is not None:
             x -= layer.alibi_slopes[head] * (n - 1 - j)
         seen = layer.window is None or j > n - 1 - layer.window
+        seen = seen and (layer.visible is None or layer.visible[step][j])
         logits.append(x if seen else None)
     top = max(x for x in logits if x is not None)
     if layer.sinks is not None:
@@ -60,7 +62,7 @@ def _numbers(path: Path) -> Any:  # noqa: ANN401 - nested lists of any depth
 
 def read_layer(directory: Path, fields: dict[str, Any]) -> PlainLayer:
     folder = directory / "layers" / f"{fields['index']:03d}"
-    values, sinks = folder / "v.npy", folder / "sinks.npy"
+    values, sinks, visible = folder / "v.npy", folder / "sinks.npy", folder / "visible.npy"
     return PlainLayer(
         n_head=fields["n_head"],
         n_head_kv=fields["n_head_kv"],
@@ -75,4 +77,5 @@ def read_layer(directory: Path, fields: dict[str, Any]) -> PlainLayer:
         v=_numbers(values) if values.exists() else None,
         sinks=_numbers(sinks) if sinks.exists() else None,
         rotated_last=fields.get("rotated_last", False),
+        visible=np.load(visible).tolist() if visible.exists() else None,
     )

@@ -133,11 +133,11 @@ class PlainUnit:
         return (free + self.selected_mass(selector, k)) / everything
 
     def _output(self, masses: Sequence[float], kept: Sequence[int], total: float) -> list[float]:
-        """``Σ_{kept} p_j v_j / total``."""
+        """``Σ_{kept} p_j v_j / total``; zero where a model's own top-k hid all that is kept."""
         assert self.values is not None
         rows = [self.values[j] for j in kept]
         weights = [masses[j] for j in kept]
-        return [dot(weights, column) / total for column in zip(*rows, strict=True)]
+        return [dot(weights, column) / (total or 1.0) for column in zip(*rows, strict=True)]
 
     @cached_property
     def full_outputs(self) -> list[list[float]]:

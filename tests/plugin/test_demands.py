@@ -365,7 +365,7 @@ class TestCapturedValues:
         result.assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("switch", ["values", "verbose"])
+@pytest.mark.parametrize("switch", ["values", "verbose", "allow_native_sparse"])
 def test_a_switch_in_an_ini_file_needs_true_or_false(
     pytester: pytest.Pytester, gqa_trace: Path, switch: str
 ) -> None:
