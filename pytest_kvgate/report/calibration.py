@@ -14,9 +14,10 @@ def calibration_lines(calibration: Mapping[str, Any]) -> Iterator[str]:
     settings = calibration["settings"]
     recent = settings["recent"]
     window = percent(recent) if recent < 1 else f"{int(recent)} tokens"
+    fused = ", flash attention" if settings["flash_attention"] else ""
     yield from wrap(
         f"Control model: {settings['n_prompt']} tokens, {settings['n_head']} query heads on "
-        f"{settings['n_head_kv']} KV heads, {settings['cache_type_k']} K cache; budget "
+        f"{settings['n_head_kv']} KV heads, {settings['cache_type_k']} K cache{fused}; budget "
         f"{percent(settings['budget'])}, {settings['page_size']}-token pages; free: first "
         f"{settings['sinks']} tokens and last {window}. These are fixed; only the engine's options "
         "can be chosen."

@@ -266,6 +266,17 @@ def test_the_command_prints_every_comparison_and_the_outcome(
     assert max(map(len, lines)) <= 100
 
 
+def test_the_command_calibrates_flash_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--flash-attn=on", "--cache-type-k=q8_0", "--cache-type-v=q8_0", "--threads=1"]
+    assert main(["calibrate", *options]) == 0
+    output = capsys.readouterr().out
+    assert "q8_0 K cache, flash attention;" in output
+    assert "capture      attention output error" in output
+    assert output.splitlines()[-1].startswith("instrument calibrated: 7 control patterns")
+    assert main(["calibrate", "--cache-type-v=q8_0"]) == 1
+    assert "a q8_0 V cache needs flash attention" in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_off_and_exits_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
