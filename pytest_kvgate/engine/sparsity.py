@@ -11,8 +11,7 @@ from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, source
 GATHERED = (
     "this model's attention is natively sparse in a way that is not measured: it reads keys that "
     "were compressed, or gathered by a selection of its own, not the KV cache position by "
-    "position. "
-    "There are no pages of the cache that its masses could be of."
+    "position. There are no pages of the cache that its masses could be of."
 )
 
 #: Operations that put keys of a cache together anew, in an order of their own.
