@@ -45,11 +45,12 @@ def render(engine: Engine, name: str, messages: Sequence[Message]) -> str:
         rendered = str(formatter(messages=turns).prompt)
         rendered.encode()
     except Exception as error:  # whatever the template's code raises
-        reason = " ".join(str(error).split())[:200]
+        # a sentence of the template's own; any other might quote the chat, and reasons are reported
+        said = f": {error}" if str(error) and str(error) in template else ""
         raise CaptureError(
             f"prompt {name!r}: the model's chat template fails on this chat "
-            f"({type(error).__name__}: {reason}). Change the turns or their roles, or: {INSTEAD}"
-        ) from error
+            f"({type(error).__name__}{said}). Change the turns or their roles, or: {INSTEAD}"
+        ) from None
     questions = [message.content for message in messages if message.role == "user"]
     if not rendered.strip() or (questions and questions[-1].strip() not in rendered):
         raise CaptureError(

@@ -88,9 +88,14 @@ class Collector:
 
     def take_reference(self, read: AttentionRead) -> None:
         """Keep the softmax that another run has at the open step, for a layer that was taken."""
-        record = self._layers.get(read.index)
-        if record is not None and not read.shared_keys and self._is_checked:
-            self._keep_softmax(record, read)
+        if read.shared_keys or not self._is_checked:
+            return
+        if read.index not in self._layers:
+            raise CaptureError(
+                f"layer {read.index} attends in a run without flash attention and in none with it, "
+                "so one run cannot prove the other. Capture with --kvgate-flash-attn=off."
+            )
+        self._keep_softmax(self._layers[read.index], read)
 
     @property
     def wants_values(self) -> bool:
@@ -126,6 +131,11 @@ class Collector:
                     f"layer {index} attended in {len(record.queries)} of {len(self.steps)} sampled "
                     "steps; a layer that comes and goes is not supported."
                 )
+            if self._wants_softmax and len(record.softmax) != len(record.checked):
+                raise CaptureError(
+                    f"layer {index} shows no softmax in the run without flash attention, so the "
+                    "capture is not proved. Capture with --kvgate-flash-attn=off."
+                )
             if self.wants_values and len(record.outputs) != len(record.checked):
                 raise CaptureError(
                     f"layer {index} does not multiply its softmax by V as llama.cpp usually does, "
@@ -152,7 +162,7 @@ class Collector:
         softmax = tuple(tuple(record.softmax) for record in records)
         return Reference(
             steps=self._settings.checked_steps,
-            softmax=softmax if all(softmax) else (),
+            softmax=softmax if self._wants_softmax else (),
             queries={
                 name: tuple(of_layer[name] for of_layer in roundings)
                 for name in roundings[0]  # K has one type in all layers
@@ -160,6 +170,10 @@ class Collector:
             outputs=outputs or None,
             values=values or None,
         )
+
+    @property
+    def _wants_softmax(self) -> bool:
+        return self._settings.prove or not self._settings.engine.flash_attention
 
     @property
     def _is_checked(self) -> bool:

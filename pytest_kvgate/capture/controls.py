@@ -160,6 +160,21 @@ class Controls:
                 tuple(HeadKeys(self._opposed(head)) for head in heads),
                 self._strengths(self.sharpness, opposed=True),
             ),
+            Pattern(
+                "outliers",
+                tuple(HeadKeys(self._outliers(head)) for head in heads),
+                self._strengths(6.0),
+            ),
+            Pattern(
+                "middles",
+                tuple(HeadKeys(self._middles(head)) for head in heads),
+                self._strengths(3.0),
+            ),
+            Pattern(
+                "tails",
+                tuple(HeadKeys(self._tails(head)) for head in heads),
+                self._strengths(3.0),
+            ),
         )
 
     def strength(self, pattern: Pattern, head: int, row: int) -> float:
@@ -215,10 +230,52 @@ class Controls:
         )
 
     def _opposed(self, head: int) -> tuple[PageKind, ...]:
-        """Pages that every other query head of a group looks for, and pages for the others."""
+        """Pages that every other query head of a group looks for, and a few for the others.
+
+        The others look harder, so the best head of a group decides for both kinds of page.
+        """
         first, _ = self.eligible(self.n_visible[0])
-        size, count = self.page_size, self._most
+        size, count = self.page_size, self._most + 1
         return (
             PageKind(first + head, count, ((1.0, size),)),
-            PageKind(first + head + count, count + 1, ((-1.0, size),)),
+            PageKind(first + head + count, max(1, self._most // 2), ((-1.0, size),)),
+        )
+
+    def _outliers(self, head: int) -> tuple[PageKind, ...]:
+        """A high key on each page, of one page on its last token, and pages that are flat.
+
+        The deviation puts the high keys above the flat pages; a variance or a mean distance does
+        not.
+        """
+        size = self.page_size
+        flat = 2.0 ** -math.floor(math.log2(size / 4))
+        return self._two_kinds(head, ((1.0, 1), (0.0, size - 1)), ((flat, size),), fewer=1)
+
+    def _middles(self, head: int) -> tuple[PageKind, ...]:
+        """A high key on each page, and pages with most of their keys in the middle of a wide box.
+
+        The mean distance from the centre puts the high keys first; a deviation does not.
+        """
+        size, few = self.page_size, self.page_size // 8
+        wide = ((2.0, few), (-1.0, few), (0.5, size - 2 * few))
+        return self._two_kinds(head, ((1.0, 1), (0.0, size - 1)), wide)
+
+    def _tails(self, head: int) -> tuple[PageKind, ...]:
+        """Less than half of a page is high, against flat pages: the mean ranks them, no median."""
+        size, high = self.page_size, 3 * self.page_size // 8
+        return self._two_kinds(head, ((1.0, high), (0.0, size - high)), ((0.25, size),))
+
+    def _two_kinds(
+        self,
+        head: int,
+        one: tuple[tuple[float, int], ...],
+        other: tuple[tuple[float, int], ...],
+        fewer: int = 0,
+    ) -> tuple[PageKind, ...]:
+        """One page more of each kind than the budget buys, ``fewer`` of the first."""
+        first, _ = self.eligible(self.n_visible[0])
+        count = self._most + 1
+        return (
+            PageKind(first + head, count - fewer, one, turn=self.page_size - 1),
+            PageKind(first + head + count, count, other, turn=1),
         )

@@ -9,6 +9,9 @@ from pytest_kvgate.engine import Engine, EngineSettings
 #: Architectures whose sliding window is not sliding: a query sees the chunk that it stands in.
 CHUNKED = frozenset({"llama4"})
 
+#: Architectures whose V llama.cpp cannot store in the way that flash attention needs.
+NEVER_FUSED = frozenset({"plm"})
+
 
 def refuse_unpageable(engine: Engine, name: str) -> None:
     """Raise CaptureError unless the model attends causally to a KV cache.
@@ -58,6 +61,11 @@ def refuse_cache_type(engine: Engine, name: str, settings: EngineSettings) -> No
             f"{name} ({engine.architecture}) has latent attention (MLA): llama.cpp keeps K and V "
             f"in one cache of one type, and a {key_type} V needs flash attention. Capture with "
             "--kvgate-cache-type-k=f16, f32 or bf16, or with --kvgate-flash-attn=on."
+        )
+    if settings.flash_attention and engine.architecture in NEVER_FUSED:
+        raise CaptureError(
+            f"{name} ({engine.architecture}) cannot run with flash attention: llama.cpp ends the "
+            "whole process on this architecture. Capture with --kvgate-flash-attn=off."
         )
     for head_dim in engine.head_dims:
         require_whole_blocks(head_dim, key_type)

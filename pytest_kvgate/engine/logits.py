@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections import deque
 
 from pytest_kvgate.engine.errors import EngineError
 from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, float_params, source
 
-#: How many nodes back the number of a layer is looked for.
-LONGEST_WALK = 16
+#: Among how many nodes the number of a layer is looked for.
+LONGEST_WALK = 64
+
+#: Names such as ``Qcur-3`` and ``Qcur-3 (view) (permuted)``.
+LAYER = re.compile(rb"[^ ]*-(\d+)(?: \(|$)")
 
 
 def find_product(ggml: Ggml, node: Tensor) -> tuple[Tensor | None, float, float | None]:
@@ -51,14 +56,20 @@ def find_product(ggml: Ggml, node: Tensor) -> tuple[Tensor | None, float, float 
 def layer_index(node: Tensor, ordinal: int) -> int:
     """Return the layer's number, which llama.cpp appends to the names of nodes, else the ordinal.
 
-    A node that fuses the whole attention has no such name; then q has, or what it was made of.
+    A node that fuses the whole attention has no such name; then q has, or the nearest of what it
+    was made of.
     """
-    current: Tensor | None = node
-    for _ in range(LONGEST_WALK):
-        if current is None:
-            break
-        found = re.match(rb"[^ ]*-(\d+)( \(|$)", current.name)
+    found = LAYER.match(node.name)
+    queries = source(node, 0)
+    if found is not None or queries is None:
+        return int(found.group(1)) if found else ordinal
+    ahead, known = deque([queries]), set[int]()
+    while ahead and len(known) < LONGEST_WALK:
+        current = ahead.popleft()
+        known.add(ctypes.addressof(current))
+        found = LAYER.match(current.name)
         if found:
             return int(found.group(1))
-        current = source(current, 0)
+        operands = (source(current, position) for position in range(len(current.src)))
+        ahead.extend(operand for operand in operands if operand is not None)
     return ordinal

@@ -32,6 +32,9 @@ INI_FILES = (
     "setup.cfg",
 )
 
+#: Options of a capture that a calibration follows, too.
+CALIBRATION_OPTIONS = ("ngl", "threads", "cache-type-k", "cache-type-v", "flash-attn")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -280,8 +283,10 @@ def _check_combination(
         )
     if models:
         return
+    used = CALIBRATION_OPTIONS if values["calibrate"] else ()
     pointless = given_on_command_line(
-        config, *(option.name for option in OPTIONS if option.capture_only)
+        config,
+        *(option.name for option in OPTIONS if option.capture_only and option.name not in used),
     )
     if pointless:
         why = "a saved trace is already captured" if traces else "--kvgate-model is missing"

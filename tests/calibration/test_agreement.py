@@ -37,6 +37,7 @@ def test_the_default_controls_are_measured_as_computed(cache_type_k: str) -> Non
     assert outcome.settings["cache_type_k"] == cache_type_k
     assert {comparison.pattern for comparison in outcome.comparisons} == {
         *("capture", "clustered", "scattered", "diffuse", "sink", "recent", "decoys", "opposed"),
+        *("outliers", "middles", "tails"),
         "whole model",
     }
 
@@ -150,7 +151,7 @@ def test_the_pages_that_are_eligible_change_between_the_sampled_steps() -> None:
 def test_the_prompt_of_the_controls_is_as_long_as_they_say() -> None:
     model = control_model(SMALL)
     assert len(model.prompt) == SMALL.n_prompt
-    assert model.levels.shape == (len(model.following), 7, SMALL.n_head_kv)
+    assert model.levels.shape == (len(model.following), 10, SMALL.n_head_kv)
     assert set(model.prompt) == set(range(model.following[0]))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import PAGE_SELECTORS, heads, masses, selectors
 from pytest_kvgate.analysis.masses import GroupSoftmax
@@ -56,7 +57,7 @@ def require_off(outcome: Calibration, pattern: str) -> None:
 def test_the_unbroken_instrument_is_calibrated(measure: Callable[[], Calibration]) -> None:
     outcome = measure()
     assert outcome.calibrated
-    assert outcome.summary.startswith("instrument calibrated: 7 control patterns")
+    assert outcome.summary.startswith("instrument calibrated: 10 control patterns")
 
 
 ANALYSIS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
@@ -209,6 +210,15 @@ def upside_down(score: PageScore) -> PageScore:
     return lambda queries, found: -score(queries, found)
 
 
+def both_parts(
+    queries: NDArray[np.float32], middle: NDArray[np.float32], spread: NDArray[np.float32]
+) -> NDArray[np.float64]:
+    return selectors._best_head(
+        np.concatenate([queries, np.abs(queries)], axis=-1),
+        np.concatenate([middle, spread], axis=-1),
+    )
+
+
 SCORES: dict[str, tuple[str, PageScore, str]] = {
     "landmark reads the largest keys": ("landmark", selectors.quest, "decoys"),
     "quest reads the mean": ("quest", selectors.landmark, "decoys"),
@@ -227,6 +237,43 @@ SCORES: dict[str, tuple[str, PageScore, str]] = {
         "landmark",
         lambda queries, found: -selectors.landmark(-queries, found),
         "opposed",
+    ),
+    "landmark takes the mean of the heads": (
+        "landmark",
+        lambda queries, found: queries.mean(axis=1) @ found.mean.T,
+        "opposed",
+    ),
+    "landmark takes the last head": (
+        "landmark",
+        lambda queries, found: queries[:, -1] @ found.mean.T,
+        "opposed",
+    ),
+    "landmark takes the median": (
+        "landmark",
+        lambda queries, found: selectors._best_head(queries, np.median(found.keys, axis=1)),
+        "tails",
+    ),
+    "quest leaves out the last token": (
+        "quest",
+        lambda queries, found: selectors._best_head(queries, found.keys[:, :-1].max(axis=1)),
+        "outliers",
+    ),
+    "mean-std takes the variance": (
+        "mean-std",
+        lambda queries, found: both_parts(queries, found.mean, found.deviation**2),
+        "outliers",
+    ),
+    "mean-std takes the mean distance": (
+        "mean-std",
+        lambda queries, found: both_parts(
+            queries, found.mean, np.abs(found.keys - found.mean[:, None]).mean(axis=1)
+        ),
+        "outliers",
+    ),
+    "cuboid-mean takes the deviation": (
+        "cuboid-mean",
+        lambda queries, found: both_parts(queries, found.center, found.deviation),
+        "middles",
     ),
     **{
         f"{name} is upside down": (

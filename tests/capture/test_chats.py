@@ -94,12 +94,21 @@ def test_the_date_that_a_template_asks_for_is_always_the_same(tmp_path: Path) ->
 
 FAILING = {
     "{{ raise_exception('roles must alternate') }}": "(ValueError: roles must alternate)",
-    "{% for message in messages %}": "(TemplateSyntaxError: Unexpected end of template.",
-    "{{ messages.nothing.at_all }}": "(UndefinedError: 'list object' has no attribute 'nothing')",
-    "{{ messages.append(1) }}": "(SecurityError: ",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "(SecurityError: ",
-    "{{ 1 / 0 }}": "(ZeroDivisionError: division by zero)",
+    "{% for message in messages %}": "(TemplateSyntaxError)",
+    "{{ messages.nothing.at_all }}": "(UndefinedError)",
+    "{{ messages.append(1) }}": "(SecurityError)",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "(SecurityError)",
+    "{{ 1 / 0 }}": "(ZeroDivisionError)",
 }
+
+
+def test_a_template_that_quotes_the_chat_is_not_quoted(tmp_path: Path) -> None:
+    template = "{{ raise_exception('bad turn: ' + messages[0]['content']) }}"
+    model = tiny_model(tmp_path / "chat.gguf", chat_template=template)
+    with pytest.raises(CaptureError) as refusal:
+        captured(model, tmp_path, CHAT)
+    assert "(ValueError)" in str(refusal.value)
+    assert CHAT.messages[0].content not in str(refusal.value)
 
 
 @pytest.mark.parametrize("template", FAILING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 from pytest_kvgate.analysis import verify_capture
 from pytest_kvgate.analysis.verification import FLASH_TOLERANCES, OUTPUT_TOLERANCE
 from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture
+from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.capture.decoder import ReferenceRun
-from pytest_kvgate.engine import Engine, EngineError, EngineSettings, OutputNode
+from pytest_kvgate.engine import AttentionRead, Engine, EngineError, EngineSettings, OutputNode
 from tests.capture.captures import LETTERS, Captures, random_text
 from tests.models import HEAD_DIM, N_LAYER, token_ids
 
@@ -108,6 +110,64 @@ def test_flash_attention_reads_the_layers_that_the_model_has(
     one, other = plain.layers[0], fused.layers[0]
     np.testing.assert_array_equal(one.q[0], other.q[0])
     np.testing.assert_array_equal(one.k[:, :known], other.k[:, :known])
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen35", "jamba", "granitehybrid", "nemotron_h", "lfm2", "gemma3"]
+)
+def test_layers_keep_their_numbers_where_not_all_attend(
+    captures: Captures, architecture: str, cache_type: str
+) -> None:
+    plain = captures(architecture, cache_type).trace
+    fused = captures(
+        architecture, cache_type, cache_type_v=cache_type, flash_attention=True, prove=True
+    )
+    assert fused.verification.reference == "softmax without flash attention"
+    assert fused.verification.max_abs_error < 1e-5
+    indices = [layer.index for layer in plain.layers]
+    assert [layer.index for layer in fused.trace.layers] == indices
+    assert fused.trace.unpaged_layers == plain.unpaged_layers
+
+
+def test_a_proof_that_lacks_a_layer_is_no_proof(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    take_reference = Collector.take_reference
+
+    def lose_a_layer(collector: Collector, read: AttentionRead) -> None:
+        if read.index != 1:
+            take_reference(collector, read)
+
+    monkeypatch.setattr(Collector, "take_reference", lose_a_layer)
+    engine = EngineSettings(n_threads=1, flash_attention=True)
+    settings = CaptureSettings(steps=range(2), engine=engine, prove=True)
+    with pytest.raises(CaptureError, match="layer 1 shows no softmax in the run without flash"):
+        capture(captures.model("llama"), LONG, settings, tmp_path, verify_capture)
+
+
+def test_a_proof_with_a_layer_too_many_is_no_proof(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    take_reference = Collector.take_reference
+    monkeypatch.setattr(
+        Collector,
+        "take_reference",
+        lambda collector, read: take_reference(collector, replace(read, index=read.index + 1)),
+    )
+    engine = EngineSettings(n_threads=1, flash_attention=True)
+    settings = CaptureSettings(steps=range(2), engine=engine, prove=True)
+    with pytest.raises(CaptureError, match="layer 2 attends in a run without flash attention"):
+        capture(captures.model("llama"), LONG, settings, tmp_path, verify_capture)
+
+
+def test_an_architecture_that_flash_attention_ends_is_refused(
+    captures: Captures, tmp_path: Path
+) -> None:
+    engine = EngineSettings(n_threads=1, flash_attention=True)
+    settings = CaptureSettings(steps=range(1), engine=engine)
+    with pytest.raises(CaptureError, match=r"\(plm\) cannot run with flash attention"):
+        capture(captures.model("plm"), LONG, settings, tmp_path, verify_capture)
 
 
 def test_an_f32_cache_is_captured_as_flash_attention_reads_it(captures: Captures) -> None:

@@ -107,7 +107,7 @@ def test_one_calibration_stands_above_the_verdicts_and_in_the_report(
     result.stdout.fnmatch_lines(
         [
             "tiny-llama (llama, F32)",
-            "instrument calibrated: 7 control patterns*worst difference *e-0[0-9]",
+            "instrument calibrated: 10 control patterns*worst difference *e-0[0-9]",
             "GO  *test_gate*",
         ]
     )
@@ -262,7 +262,7 @@ def test_the_command_prints_every_comparison_and_the_outcome(
     rows = [line.split() for line in lines]
     assert ["coverage", "token-oracle", "0.9814", "0.9814"] in [row[:4] for row in rows]
     assert ["diffuse", "eligible", "mass", "0.9437", "0.9437"] in [row[:5] for row in rows]
-    assert lines[-1].startswith("instrument calibrated: 7 control patterns")
+    assert lines[-1].startswith("instrument calibrated: 10 control patterns")
     assert max(map(len, lines)) <= 100
 
 
@@ -272,7 +272,7 @@ def test_the_command_calibrates_flash_attention(capsys: pytest.CaptureFixture[st
     output = capsys.readouterr().out
     assert "q8_0 K cache, flash attention;" in output
     assert "capture      attention output error" in output
-    assert output.splitlines()[-1].startswith("instrument calibrated: 7 control patterns")
+    assert output.splitlines()[-1].startswith("instrument calibrated: 10 control patterns")
     assert main(["calibrate", "--cache-type-v=q8_0"]) == 1
     assert "a q8_0 V cache needs flash attention" in capsys.readouterr().err
 
