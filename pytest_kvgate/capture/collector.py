@@ -37,6 +37,7 @@ class _LayerRecord:
     checked: list[NDArray[np.float32]] = field(default_factory=list)
     softmax: list[Path] = field(default_factory=list)
     outputs: list[NDArray[np.float32]] = field(default_factory=list)
+    unfused_outputs: list[NDArray[np.float32]] = field(default_factory=list)
     values: Path | None = None
 
 
@@ -116,6 +117,17 @@ class Collector:
             record.values = self._scratch / f"values-{read.index}.npy"
             np.save(record.values, values)
 
+    def take_reference_values(self, read: ValueRead) -> None:
+        """Keep the attention output that another run has at the open step."""
+        self._layers[read.index].unfused_outputs.append(read.read_output())
+
+    @property
+    def wants_reference_values(self) -> bool:
+        """Whether a run without flash attention can prove V: it keeps none that is quantized."""
+        settings = self._settings
+        same_type = settings.engine.cache_type_v in ("f32", "f16", "bf16")
+        return self._is_checked and settings.values and same_type
+
     def end(self) -> None:
         """Close the step: every layer must have shown itself, as in the steps before."""
         if not self._layers:
@@ -158,6 +170,7 @@ class Collector:
             ways = {UNROUNDED: raw, **product_roundings(raw, record.read.key_type)}
             roundings.append({name: _model_basis(q, rotation) for name, q in ways.items()})
         outputs = tuple(np.stack(record.outputs) for record in records if record.outputs)
+        unfused = tuple(np.stack(r.unfused_outputs) for r in records if r.unfused_outputs)
         values = tuple(record.values for record in records if record.values is not None)
         softmax = tuple(tuple(record.softmax) for record in records)
         return Reference(
@@ -169,6 +182,7 @@ class Collector:
             },
             outputs=outputs or None,
             values=values or None,
+            unfused_outputs=unfused or None,
         )
 
     @property
@@ -197,8 +211,6 @@ class Collector:
         n_head, head_dim = read.queries.shape
         self._writer.write_array(index, "q", np.stack(record.queries))
         self._selections.write(self._writer, index, len(self.steps))
-        if read.sinks is not None:
-            self._writer.write_array(index, "sinks", read.sinks)
         entry: dict[str, Any] = {
             "index": index,
             "n_head": n_head,
@@ -212,6 +224,9 @@ class Collector:
         }
         if read.rotated_last:
             entry["rotated_last"] = True
+        if read.sinks is not None:
+            self._writer.write_array(index, "sinks", read.sinks)
+            entry["sinks"] = True
         if self._settings.values:
             entry["value_dim"] = record.outputs[-1].shape[1]
         return entry

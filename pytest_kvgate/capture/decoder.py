@@ -83,8 +83,11 @@ class ReferenceRun:
             raise CaptureError(MISMATCH)
 
     def sample(self, token: int, collector: Collector) -> None:
-        """Decode one token at a sampled step, whose softmax the collector takes."""
-        self._context.hook.arm(collector.take_reference)
+        """Decode one token at a sampled step, whose softmax and output the collector takes."""
+        wants_values = collector.wants_reference_values
+        self._context.hook.arm(
+            collector.take_reference, collector.take_reference_values if wants_values else None
+        )
         self.follow([token])
         self._context.hook.disarm()
 

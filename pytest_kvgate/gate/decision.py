@@ -97,7 +97,9 @@ def distrust_reason(profile: Profile) -> str | None:
         if verification is None:
             continue
         # a trace may bring a wider tolerance along, but buys nothing with it
-        tolerance = min(verification.tolerance, accepted_tolerance(trace))
+        tolerance = verification.tolerance
+        if verification.status == "passed":
+            tolerance = min(tolerance, accepted_tolerance(trace))
         if verification.status == "failed" or verification.max_abs_error > tolerance:
             return (
                 f"the capture of {trace.label} failed its verification: recomputed "
@@ -199,7 +201,7 @@ def _notes(gate: Gate, profile: Profile) -> Iterator[str]:
     for sparsity in dict.fromkeys(trace.native_sparsity for trace in profile.traces):
         if sparsity is not None:
             yield native_sparsity_note(sparsity.top_k, sparsity.layers)
-    if any(is_smoke_tested(trace) for trace in profile.traces):
+    if distrust_reason(profile) is None and any(map(is_smoke_tested, profile.traces)):
         yield (
             "smoke-tested only: flash attention leaves no softmax, so the capture was compared by "
             "the attention output alone, which misses single wrong rows; "

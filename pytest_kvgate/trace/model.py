@@ -159,6 +159,8 @@ class Reference:
     ``steps[i]``; empty where flash attention leaves none. ``outputs`` holds, where they were read,
     one ``[len(steps), n_head, d_v]`` float32 array per layer: the product of softmax and V.
     ``values`` are paths to V, ``[n_head_kv, n_token, d_v]`` per layer, where V is not in the trace.
+    ``unfused_outputs`` are like ``outputs``, of a run without flash attention whose V has the same
+    type.
     """
 
     steps: tuple[int, ...]
@@ -166,6 +168,7 @@ class Reference:
     queries: Mapping[str, tuple[FloatArray, ...]]
     outputs: tuple[FloatArray, ...] | None = None
     values: tuple[Path, ...] | None = None
+    unfused_outputs: tuple[FloatArray, ...] | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -153,7 +153,7 @@ def _layer(directory: Path, fields: Fields, steps: tuple[Step, ...]) -> Layer:
         if not v.shape[2]:
             raise TraceError(f"{v_path}: its values have no numbers; copy or capture it again.")
     sinks = None
-    if sinks_path.exists():
+    if sinks_path.exists() or fields.flag("sinks"):
         sinks = _array(sinks_path, (n_head,), ("float32",))
         if not np.isfinite(sinks).all():
             raise TraceError(f"{sinks_path}: holds a value that is not finite.")
@@ -257,6 +257,12 @@ def _verification(document: Fields, n_layer: int) -> Verification | None:
     if len(errors) not in (0, n_layer):
         raise fields.error(
             "layer_errors", f"a list of {len(errors)}", f"one number for each of {n_layer} layers"
+        )
+    if errors and not math.isclose(max(errors), error if math.isfinite(error) else math.inf):
+        raise fields.error(
+            "layer_errors",
+            f"a list whose largest is {max(errors):g}",
+            f"numbers whose largest is max_abs_error ({recorded!r})",
         )
     judged = Verification.of(error, fields.number("tolerance"), fields.text("reference"), errors)
     if status == "failed":  # whatever the reason was, it stays failed

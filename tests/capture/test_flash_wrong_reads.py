@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import verify_capture
+from pytest_kvgate.analysis.verification import OUTPUT_TOLERANCE
 from pytest_kvgate.capture import Prompt
 from pytest_kvgate.trace import Trace
 from tests.capture.captures import Captured, Captures
@@ -26,6 +27,7 @@ from tests.capture.test_wrong_reads import (
     swap_rows,
     with_keys,
     with_layer,
+    with_values,
 )
 from tests.models import HEAD_DIM, ROPE_BASE
 
@@ -135,3 +137,37 @@ def test_a_fused_capture_without_outputs_is_not_believed(captures: Captures) -> 
     captured = captures("llama", flash_attention=True)
     found = verify_capture(captured.trace, replace(captured.reference, outputs=None))
     assert (found.status, found.max_abs_error) == ("failed", float("inf"))
+
+
+def swap_values(values: NDArray[Any]) -> NDArray[Any]:
+    values[:, [10, 70]] = values[:, [70, 10]]
+    return values
+
+
+def scale_values(values: NDArray[Any]) -> NDArray[Any]:
+    scaled: NDArray[Any] = values * values.dtype.type(1.1)
+    return scaled
+
+
+def keep_newest_values_stale(values: NDArray[Any]) -> NDArray[Any]:
+    values[:, -1] = 0
+    return values
+
+
+@pytest.mark.parametrize("cache_type_v", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("change", [swap_values, scale_values, keep_newest_values_stale])
+def test_wrong_values_are_caught_by_the_proof(
+    captures: Captures, change: Callable[[NDArray[Any]], NDArray[Any]], cache_type_v: str
+) -> None:
+    captured = captures(
+        "llama",
+        cache_type_v=cache_type_v,
+        flash_attention=True,
+        prove=True,
+        values=True,
+    )
+    assert captured.verification.status == "passed"
+    assert captured.verification.reference == "softmax without flash attention"
+    found = verify_capture(with_values(captured.trace, 1, change), captured.reference)
+    assert (found.status, found.reference) == ("failed", "attention output")
+    assert found.tolerance == OUTPUT_TOLERANCE

@@ -306,3 +306,17 @@ def test_the_command_takes_engine_options_only(
     with pytest.raises(SystemExit):
         main(["calibrate", option])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_calibration_beside_a_saved_trace_follows_the_engine_options(
+    pytester: pytest.Pytester, gqa_trace: Path
+) -> None:
+    pytester.makepyfile(GATES.replace("@pytest.mark.xfail\n", ""))
+    options = ("--kvgate-threads=1", "--kvgate-flash-attn=on", "--kvgate-cache-type-v=q8_0")
+    arguments = (f"--kvgate-trace={gqa_trace}", "--kvgate-report=json:out.json", *options)
+    refused = pytester.runpytest(*arguments)
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    pytester.runpytest(*arguments, "--kvgate-calibrate")
+    settings = report(pytester)["calibration"]["settings"]
+    assert (settings["flash_attention"], settings["cache_type_v"]) == (True, "q8_0")
+    assert settings["n_threads"] == 1

@@ -113,6 +113,24 @@ def test_a_trace_cannot_buy_the_wide_tolerance_of_flash_attention(
     result.stdout.fnmatch_lines(["*differ by up to 0.2, where 0.001 is tolerated.*"])
 
 
+def test_a_fused_trace_does_not_lose_its_mark_by_another_name(
+    pytester: pytest.Pytester, tiny_llama: Path, prompt: Path
+) -> None:
+    run(pytester, tiny_llama, prompt, "--kvgate-flash-attn=on", "--kvgate-save=traces")
+    path = pytester.path / "traces/tiny-llama-lesson/trace.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["verification"] = {
+        "max_abs_error": 1e-7,
+        "tolerance": 1e-3,
+        "reference": "softmax",
+        "status": "passed",
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    result = pytester.runpytest(f"--kvgate-trace={path.parent}")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*smoke-tested only*"])
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -684,3 +684,34 @@ def test_a_malformed_list_of_unpaged_layers_is_refused(
     edit(directory, put(f"capture.{key}", value))
 
     assert found in message(directory)
+
+
+def test_learned_sinks_that_were_lost_are_missed(directory: Path) -> None:
+    edit(directory, put("layers[0].sinks", True))
+    assert load_trace(directory).layers[0].sinks is not None
+    path = directory / "layers/002/sinks.npy"
+    path.unlink()
+    assert message(directory).startswith(f"{path}: is missing.")
+
+
+def test_the_error_of_each_layer_is_read(directory: Path) -> None:
+    edit(directory, put("verification.layer_errors", [PASSED["max_abs_error"], 0.0]))
+    verification = load_trace(directory).verification
+    assert verification is not None
+    assert verification.layer_errors == (PASSED["max_abs_error"], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("errors", "complaint"),
+    [
+        ([0.9, None], "a list whose largest is inf; accepted: numbers whose largest is "),
+        ([0.9, 0.0], "a list whose largest is 0.9; accepted: numbers whose largest is "),
+        ([0.0], "a list of 1; accepted: one number for each of 2 layers"),
+        ("none", "'none'; accepted: a list of numbers and nulls"),
+    ],
+)
+def test_layer_errors_that_contradict_the_rest(
+    directory: Path, errors: object, complaint: str
+) -> None:
+    edit(directory, put("verification.layer_errors", errors))
+    assert f"'verification.layer_errors' is {complaint}" in message(directory)
