@@ -169,6 +169,16 @@ def test_the_verify_command_proves_a_capture_layer_by_layer(
     assert trace.verification.reference == "softmax without flash attention"
 
 
+def test_the_capture_command_says_what_was_not_proved(
+    tiny_llama: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["capture", str(tiny_llama), str(prompt), str(tmp_path), "--steps", "0:2"]
+    assert main([*arguments, "--threads", "1", "--flash-attn", "on"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("smoke-tested only: ")
+    assert main([*arguments, "--threads", "1"]) == 0
+    assert "smoke" not in capsys.readouterr().out
+
+
 def test_the_verify_command_also_knows_plain_attention(
     tiny_llama: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
