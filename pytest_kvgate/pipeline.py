@@ -228,7 +228,7 @@ class Evidence:
             prompt = with_continuation(prompt, source.continuation)
         # by content: each worker may have been handed a copy of the prompt of its own
         parts = (str(source.model.resolve()), repr(prompt), repr(self.settings))
-        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        key = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         known = once(self.folder, key, partial(self._capture, source, source.model, prompt))
         if known["error"] is not None:
             raise CaptureError(known["error"])

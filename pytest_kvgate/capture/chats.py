@@ -51,10 +51,15 @@ def render(engine: Engine, name: str, messages: Sequence[Message]) -> str:
             f"prompt {name!r}: the model's chat template fails on this chat "
             f"({type(error).__name__}{said}). Change the turns or their roles, or: {INSTEAD}"
         ) from None
-    questions = [message.content for message in messages if message.role == "user"]
-    if not rendered.strip() or (questions and questions[-1].strip() not in rendered):
+    # an answer of before may be shortened, as templates do with what the model thought aloud
+    for number, message in enumerate(messages, start=1):
+        if message.role in ("system", "user") and message.content.strip() not in rendered:
+            raise CaptureError(
+                f"prompt {name!r}: the model's chat template leaves out what turn {number} of "
+                f"{len(messages)} says, so the model would not read it. {INSTEAD}"
+            )
+    if not rendered.strip():
         raise CaptureError(
-            f"prompt {name!r}: the model's chat template leaves out what the user says in the last "
-            f"turn, so the model would not read it. {INSTEAD}"
+            f"prompt {name!r}: the model's chat template makes nothing of this chat. {INSTEAD}"
         )
     return rendered

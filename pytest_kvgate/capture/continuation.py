@@ -31,9 +31,8 @@ def with_continuation(prompt: Prompt, path: Path) -> Prompt:
         return replace(prompt, continuation=content)
     if content.answer is None:
         raise CaptureError(
-            f"continuation {path} is a chat whose last turn is not the assistant's "
-            f"(role {content.messages[-1].role!r}), so it does not say what the model answered. "
-            "End it with that answer, or give a text or token ids."
+            f"continuation {path} is a chat whose last turn is not the assistant's, so it does not "
+            "say what the model answered. End it with that answer, or give a text or token ids."
         )
     asked = prompt.content.asked if isinstance(prompt.content, Chat) else ()
     if content.asked and content.asked != asked:

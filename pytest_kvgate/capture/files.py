@@ -72,6 +72,10 @@ def read_content(path: Path, purpose: str) -> Content:
     return _JsonFile(f"{purpose} {path}").content(text)
 
 
+#: Parts of a message that are no text, as chat APIs name them.
+OTHER_PARTS = ("image", "image_url", "input_image", "input_audio", "audio", "file", "video")
+
+
 @dataclass(frozen=True)
 class _JsonFile:
     """Reads the values of one file; ``name`` begins every sentence on what is wrong with them."""
@@ -80,7 +84,7 @@ class _JsonFile:
 
     def content(self, text: str) -> Chat | tuple[int, ...]:
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_once_each)
         except (ValueError, RecursionError) as error:
             raise CaptureError(
                 f"{self.name} is not valid JSON ({error}). A .json file holds {ACCEPTED}; give a "
@@ -98,6 +102,11 @@ class _JsonFile:
             both = "both 'messages' and 'tokens'" if found else "neither 'messages' nor 'tokens'"
             raise CaptureError(f"{self.name} is an object with {both}; one of them is needed.")
         self._refuse_tools(values, ("tools", "functions"), "")
+        if values.get("system"):
+            raise CaptureError(
+                f"{self.name} has 'system' beside 'messages', where it would not be read. Make it "
+                'the first message, {"role": "system", "content": …}.'
+            )
         key, items = found[0], values[found[0]]
         if not isinstance(items, list):
             self._refuse(key, _shown(items), "a list")
@@ -147,7 +156,10 @@ class _JsonFile:
             if not isinstance(part, dict):
                 self._refuse(place, _shown(part), parts)
             if part.get("type") != "text":
-                kind = json.dumps(part.get("type"))[:40] if "type" in part else "missing"
+                found = part.get("type")
+                kind = "missing" if "type" not in part else _shown(found)
+                if found in OTHER_PARTS:
+                    kind = f'"{found}"'
                 self._refuse(f"{place}.type", kind, '"text" alone')
             if not isinstance(part.get("text"), str):
                 self._refuse(f"{place}.text", _shown(part.get("text")), "a text")
@@ -172,6 +184,14 @@ class _JsonFile:
 
     def _refuse(self, where: str, found: str, accepted: str) -> NoReturn:
         raise CaptureError(f"{self.name}: {where} is {found}; accepted: {accepted}.")
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make a JSON object; one that says the same key twice means nobody knows what."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return values
 
 
 def _shown(value: object) -> str:

@@ -133,7 +133,7 @@ def test_a_template_that_fails_is_refused(tmp_path: Path, template: str) -> None
 )
 def test_a_template_that_leaves_the_question_out_is_refused(tmp_path: Path, template: str) -> None:
     model = tiny_model(tmp_path / "chat.gguf", chat_template=template)
-    with pytest.raises(CaptureError, match="chat template leaves out what the user says in the"):
+    with pytest.raises(CaptureError, match="chat template leaves out what turn"):
         captured(model, tmp_path, CHAT)
 
 
@@ -221,3 +221,18 @@ def _text(model: Path, tokens: Sequence[int]) -> str:
     # such a vocabulary writes each byte that is not printable as a letter of its own
     letters = {"Ġ": " ", "Ċ": "\n", "Ã": "\xc3", "¯": "\xaf"}
     return "".join(letters.get(piece, piece) for piece in pieces).encode("latin-1").decode()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1]['content'] }}",
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:3] }}{% endfor %}{{ messages[-1].content }}",
+    ],
+)
+def test_a_template_that_drops_an_earlier_turn_is_refused(tmp_path: Path, template: str) -> None:
+    model = tiny_model(tmp_path / "chat.gguf", chat_template=template)
+    chat = Chat((Message("system", "Be brief."), Message("user", "Why is the sky blue?")))
+    with pytest.raises(CaptureError, match="leaves out what turn 1 of 2 says"):
+        captured(model, tmp_path, chat)

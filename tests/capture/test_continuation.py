@@ -185,7 +185,7 @@ def test_a_text_or_token_ids_continue_any_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (turns(QUESTION), "is a chat whose last turn is not the assistant's (role 'user'), so it"),
+        (turns(QUESTION), "is a chat whose last turn is not the assistant's, so it does not"),
         (turns(Message("user", "Another?"), ANSWER), "is the end of another chat: its turns"),
         (turns(QUESTION, Message("assistant", " ")), "ends with an assistant's turn that says no"),
         ([], "is an empty list; accepted: chat messages,"),

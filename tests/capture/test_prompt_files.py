@@ -114,3 +114,31 @@ def test_a_json_file_of_another_shape_is_refused_by_the_field(
     assert f"prompt {path}" in message
     assert sentence in message
     assert "secret" not in message  # a reason stands in reports
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '[{"role": "user", "content": "one", "content": "two"}]',
+            "is not valid JSON (an object has the same key twice)",
+        ),
+        (
+            '{"system": "Be brief.", "messages": [{"role": "user", "content": "hi"}]}',
+            "has 'system' beside 'messages', where it would not be read",
+        ),
+        (
+            '[{"role": "user", "content": [{"type": "my secret", "text": "x"}]}]',
+            '[0].content[0].type is a text; accepted: "text" alone',
+        ),
+    ],
+)
+def test_what_would_be_lost_or_quoted_is_refused_without_quoting(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(CaptureError) as refusal:
+        read_prompt(path)
+    assert says in str(refusal.value)
+    assert "secret" not in str(refusal.value)
