@@ -145,11 +145,12 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
         checked = f"SMOKE-TESTED ONLY: attention output to {verification['max_abs_error']:.1e}"
     else:
         checked = f"{verification['reference']} verified to {verification['max_abs_error']:.1e}"
+    followed = " of a recording" if trace["workload"].get("forced") is True else ""
     ignored = trace["workload"].get("eos_ignored_from")
     past_end = "" if ignored is None else f"; END OF TEXT IGNORED from decode step {ignored} on"
     return (
         f"{name}: {trace['n_context']} tokens, "
-        f"{_count(trace['n_steps'], 'step')}, "
+        f"{_count(trace['n_steps'], 'step')}{followed}, "
         f"{_count(len(trace['paged_layers']), 'layer')}; {checked}{past_end}"
     )
 
