@@ -65,7 +65,6 @@ def verify_capture(trace: Trace, reference: Reference) -> Verification:
         over layers, steps and query heads, which has failed; V without an output to compare with
         has too. Where flash attention left no softmax, the output alone is judged.
     """
-    fused = trace.capture.get("flash_attention") is True
     for position, layer in enumerate(trace.layers):
         stored = layer.q[list(reference.steps)]
         if not np.array_equal(stored, reference.queries[UNROUNDED][position]):
@@ -82,7 +81,7 @@ def verify_capture(trace: Trace, reference: Reference) -> Verification:
         for rounding, queries in reference.queries.items()
     }
     best = min(errors, key=lambda rounding: max(errors[rounding]))
-    name = UNFUSED_REFERENCE if fused else SOFTMAX_REFERENCE
+    name = UNFUSED_REFERENCE if trace.flash_attention else SOFTMAX_REFERENCE
     softmax = Verification.of(max(errors[best]), SOFTMAX_TOLERANCE, name, errors[best])
     if softmax.status == "failed":
         return softmax
@@ -106,13 +105,12 @@ def accepted_tolerance(trace: Trace) -> float:
 def is_smoke_tested(trace: Trace) -> bool:
     """Whether flash attention was verified, but not by the softmax of a run without it."""
     checked = trace.verification
-    fused = trace.capture.get("flash_attention") is True
-    return fused and checked is not None and checked.reference != UNFUSED_REFERENCE
+    return trace.flash_attention and checked is not None and checked.reference != UNFUSED_REFERENCE
 
 
 def output_tolerance(trace: Trace) -> float:
     """Return the worst relative error of an attention output that is tolerated."""
-    if trace.capture.get("flash_attention") is not True:
+    if not trace.flash_attention:
         return OUTPUT_TOLERANCE
     return FLASH_TOLERANCES.get(str(trace.capture.get("cache_type_v")), OUTPUT_TOLERANCE)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -175,6 +177,23 @@ def source(tensor: Tensor, position: int) -> Tensor | None:
     """Return an operand of a node, or None."""
     address = tensor.src[position]
     return Tensor.from_address(address) if address else None
+
+
+def walk_back(start: Tensor, look: Callable[[Tensor], bool]) -> None:
+    """Visit a node and what it was computed from, the nearest first.
+
+    What lies behind a node is left out where ``look`` returns False.
+    """
+    ahead, known = deque([start]), {ctypes.addressof(start)}
+    while ahead:
+        node = ahead.popleft()
+        if not look(node):
+            continue
+        for position in range(len(node.src)):
+            operand = source(node, position)
+            if operand is not None and ctypes.addressof(operand) not in known:
+                known.add(ctypes.addressof(operand))
+                ahead.append(operand)
 
 
 def float_params(tensor: Tensor) -> NDArray[np.float32]:

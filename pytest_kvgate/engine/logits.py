@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-from collections import deque
 
 from pytest_kvgate.engine.errors import EngineError
-from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, float_params, source
+from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, float_params, source, walk_back
 
 #: Among how many nodes the number of a layer is looked for.
 LONGEST_WALK = 64
@@ -61,15 +59,14 @@ def layer_index(node: Tensor, ordinal: int) -> int:
     """
     found = LAYER.match(node.name)
     queries = source(node, 0)
-    if found is not None or queries is None:
-        return int(found.group(1)) if found else ordinal
-    ahead, known = deque([queries]), set[int]()
-    while ahead and len(known) < LONGEST_WALK:
-        current = ahead.popleft()
-        known.add(ctypes.addressof(current))
-        found = LAYER.match(current.name)
-        if found:
-            return int(found.group(1))
-        operands = (source(current, position) for position in range(len(current.src)))
-        ahead.extend(operand for operand in operands if operand is not None)
-    return ordinal
+    looked_at = 0
+
+    def look(current: Tensor) -> bool:
+        nonlocal found, looked_at
+        looked_at += 1
+        found = found or LAYER.match(current.name)
+        return found is None and looked_at < LONGEST_WALK
+
+    if queries is not None:
+        walk_back(queries, look)
+    return int(found.group(1)) if found else ordinal

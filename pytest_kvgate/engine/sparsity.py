@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections import deque
-from collections.abc import Callable
-
-from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, source
+from pytest_kvgate.engine.ggml import MOVES, Ggml, Tensor, source, walk_back
 
 GATHERED = (
     "this model's attention is natively sparse in a way that is not measured: it reads keys that "
@@ -40,7 +36,7 @@ def mask_top_k(ggml: Ggml, mask: Tensor) -> int | None:
                 found.append(node.ne[0])
         return not found and operation not in PRODUCTS
 
-    _walk_back(mask, look)
+    walk_back(mask, look)
     return found[0] if found else None
 
 
@@ -56,22 +52,5 @@ def gathers_from_cache(ggml: Ggml, keys: Tensor) -> bool:
             caches.append(node)
         return not caches and ggml.op(node) in MOVES | GATHERS
 
-    _walk_back(keys, look)
+    walk_back(keys, look)
     return bool(caches)
-
-
-def _walk_back(start: Tensor, look: Callable[[Tensor], bool]) -> None:
-    """Visit a node and what it was computed from, the nearest first.
-
-    What lies behind a node is left out where ``look`` returns False.
-    """
-    ahead, known = deque([start]), {ctypes.addressof(start)}
-    while ahead:
-        node = ahead.popleft()
-        if not look(node):
-            continue
-        for position in range(len(node.src)):
-            operand = source(node, position)
-            if operand is not None and ctypes.addressof(operand) not in known:
-                known.add(ctypes.addressof(operand))
-                ahead.append(operand)

@@ -203,6 +203,11 @@ class Trace:
         return f"{self.model['name']} · {self.workload['name']}"
 
     @property
+    def flash_attention(self) -> bool:
+        """Whether the engine used flash attention, which leaves no softmax."""
+        return self.capture.get("flash_attention") is True
+
+    @property
     def eos_ignored_from(self) -> int | None:
         """The decode step from which on the text goes past the end that the model chose for it.
 
