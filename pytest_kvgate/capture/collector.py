@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.capture.basis import (
-    alibi_slopes,
-    product_roundings,
-    require_whole_blocks,
-    rotate,
-)
 from pytest_kvgate.capture.errors import CaptureError
-from pytest_kvgate.capture.refusals import refuse_windows_alone
+from pytest_kvgate.capture.refusals import refuse_windows_alone, require_whole_blocks
 from pytest_kvgate.capture.settings import CaptureSettings
 from pytest_kvgate.capture.sparsity import OwnSelections
-from pytest_kvgate.engine import AttentionRead, ValueRead
-from pytest_kvgate.trace import UNROUNDED, FloatArray, Reference, Step, TraceWriter
+from pytest_kvgate.engine import AttentionRead, ValueRead, visible_span
+from pytest_kvgate.engine.basis import alibi_slopes, model_basis, product_roundings
+from pytest_kvgate.trace import UNROUNDED, Reference, Step, TraceWriter
 
 
 @dataclass
@@ -78,13 +73,13 @@ class Collector:
         record.read = read
         n_visible = self.steps[-1].n_visible
         selects = self._selections.take(read, n_visible)
-        record.spans.append(n_visible if selects else _visible_span(read, n_visible))
-        record.queries.append(_model_basis(read.queries, read.rotation))
+        record.spans.append(n_visible if selects else visible_span(read, n_visible))
+        record.queries.append(model_basis(read.queries, read.rotation))
         if self._is_checked:
             record.checked.append(read.queries)
             self._keep_softmax(record, read)
         if self._is_last:
-            keys = _model_basis(read.read_keys(n_visible), read.rotation)
+            keys = model_basis(read.read_keys(n_visible), read.rotation)
             self._writer.write_array(read.index, "k", keys)
 
     def take_reference(self, read: AttentionRead) -> None:
@@ -107,10 +102,10 @@ class Collector:
     def take_values(self, read: ValueRead) -> None:
         """Keep the attention output of a layer that was taken at the open step, and at last V."""
         record = self._layers[read.index]
-        record.outputs.append(_model_basis(read.read_output(), read.rotation))
+        record.outputs.append(model_basis(read.read_output(), read.rotation))
         if not self._is_last:
             return
-        values = _model_basis(read.read_values(self.steps[-1].n_visible), read.rotation)
+        values = model_basis(read.read_values(self.steps[-1].n_visible), read.rotation)
         if self._settings.values:
             self._writer.write_array(read.index, "v", values)
         else:
@@ -168,7 +163,7 @@ class Collector:
         for record in records:
             raw, rotation = np.stack(record.checked), record.read.rotation
             ways = {UNROUNDED: raw, **product_roundings(raw, record.read.key_type)}
-            roundings.append({name: _model_basis(q, rotation) for name, q in ways.items()})
+            roundings.append({name: model_basis(q, rotation) for name, q in ways.items()})
         outputs = tuple(np.stack(record.outputs) for record in records if record.outputs)
         unfused = tuple(np.stack(r.unfused_outputs) for r in records if r.unfused_outputs)
         values = tuple(record.values for record in records if record.values is not None)
@@ -251,27 +246,3 @@ class Collector:
                 "a prompt longer than the window."
             )
         return None
-
-
-def _model_basis(vectors: FloatArray, rotation: NDArray[np.float32] | None) -> FloatArray:
-    return vectors if rotation is None else rotate(vectors, rotation)
-
-
-def _visible_span(read: AttentionRead, n_visible: int) -> int:
-    """Return how many positions the mask shows; they must be the last ones, in order.
-
-    Cell j of the cache holds position j as long as the sequence was decoded front to back into an
-    empty cache. The mask proves it: it shows cells up to the query's own and no further.
-    """
-    shown = np.flatnonzero(np.isfinite(read.mask))
-    expected = np.arange(n_visible - len(shown), n_visible)
-    distance = (expected - (n_visible - 1)).astype(np.float32)
-    wanted = distance if read.max_bias > 0 else np.zeros_like(distance)
-    # with flash attention the mask is in half precision
-    seen = np.array_equal(shown, expected) and np.allclose(read.mask[shown], wanted, 2**-11, 0)
-    if not seen:
-        raise CaptureError(
-            f"layer {read.index} shows {len(shown)} cache cells that are not the last positions "
-            f"before {n_visible} in order, so cells cannot be matched to positions."
-        )
-    return len(shown)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pytest_kvgate.capture.basis import require_whole_blocks
 from pytest_kvgate.capture.errors import CaptureError
 from pytest_kvgate.engine import Engine, EngineSettings
 
@@ -69,6 +68,22 @@ def refuse_cache_type(engine: Engine, name: str, settings: EngineSettings) -> No
         )
     for head_dim in engine.head_dims:
         require_whole_blocks(head_dim, key_type)
+
+
+def require_whole_blocks(head_dim: int, key_type: str) -> None:
+    """Raise CaptureError where a quantized type rounds more dims together than divide a head.
+
+    llama.cpp then lets blocks run from one head into the next, and multiplies too few dims.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415 - only an extra has it
+
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[key_type.upper()]]
+    if head_dim % block:
+        raise CaptureError(
+            f"a head of this model has {head_dim} dims, and a {key_type} K cache rounds {block} of "
+            f"them together, which does not divide {head_dim}, so llama.cpp's attention would be "
+            "wrong. Capture with --kvgate-cache-type-k=f16, f32 or bf16."
+        )
 
 
 def refuse_windows_alone(spans: set[int], n_visible: int) -> None:

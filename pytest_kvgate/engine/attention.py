@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.engine.errors import EngineError
 from pytest_kvgate.engine.ggml import FloatArray, Ggml, Tensor, float_params, source
-from pytest_kvgate.engine.logits import find_product, layer_index
+from pytest_kvgate.engine.logits import find_product, layer_index, multiplies_cache
 from pytest_kvgate.engine.outputs import find_output
-from pytest_kvgate.engine.reads import AttentionRead, OutputNode, ValueRead
+from pytest_kvgate.engine.reads import AttentionNode, AttentionRead, OutputNode, ValueRead
 from pytest_kvgate.engine.recurrent import recurrent_layer
 from pytest_kvgate.engine.rotary import find_rotation, rotary_dims, rotation_matrix
 from pytest_kvgate.engine.sparsity import GATHERED, gathers_from_cache, mask_top_k
+from pytest_kvgate.engine.steering import Steering
 
 NOT_CAUSAL = (
     "this model's attention reads keys of its own batch and not a KV cache (an encoder or a "
@@ -35,7 +36,8 @@ class AttentionHook:
 
     ``on_values``, where there is one, is called for the product with V, after the layer's
     ``on_read``; not for layers that read another layer's cache. Armed or not, what `carry` names is
-    called for the output of every attention node of every batch.
+    called for the output of every attention node of every batch. `steer` is for a decode step whose
+    attention is to be changed, and takes the place of both.
 
     An exception cannot cross the C library; it is kept, stops the graph, and is raised by
     `raise_pending` once the library has returned. ``recurrent_layers`` are the layers that kept a
@@ -55,6 +57,7 @@ class AttentionHook:
         self._caches: set[int] = set()
         self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
+        self._steering: Steering | None = None
         self.recurrent_layers: set[int] = set()
 
     def arm(
@@ -81,6 +84,15 @@ class AttentionHook:
         """Report the output of every attention node from now on, in the order of the graph."""
         self._on_output = on_output
 
+    def steer(self, on_node: Callable[[AttentionNode], None]) -> None:
+        """Hand over the attention nodes of the next decode step, to be changed."""
+        self._steering = Steering(self._ggml, on_node)
+
+    def release(self) -> int:
+        """Stop handing over; return how many attention nodes were seen."""
+        steering, self._steering = self._steering, None
+        return 0 if steering is None else steering.count
+
     def raise_pending(self) -> None:
         """Raise what went wrong inside a callback, if anything did."""
         error, self._error = self._error, None
@@ -90,6 +102,12 @@ class AttentionHook:
     def __call__(self, address: int, ask: bool, _user_data: object) -> bool:
         """Answer llama.cpp: is this node wanted (``ask``), or may the graph go on."""
         try:
+            if self._steering is not None:
+                node = Tensor.from_address(address)
+                if ask:
+                    return self._steering.wanted(node)
+                self._steering.computed(address, node)
+                return True
             if self._on_read is None and self._on_output is None:
                 return not ask
             node = Tensor.from_address(address)
@@ -106,7 +124,7 @@ class AttentionHook:
                 self._on_output(output)
         except BaseException as error:  # handed on by raise_pending()
             self._error = error
-            self._on_read = self._on_output = None
+            self._on_read = self._on_output = self._steering = None
             return False
         return True
 
@@ -116,7 +134,7 @@ class AttentionHook:
             self._keep_rotation(node)
             if self._read_of_values(node) is not None:
                 return True
-            return self._multiplies_cache(node)
+            return multiplies_cache(self._ggml, node)
         if operation == "SET_ROWS":
             self._keep_write(node)
             return False
@@ -136,7 +154,7 @@ class AttentionHook:
             if attention is not None:
                 self._report_values(node, attention)
                 return
-            queries = source(node, 1) if self._multiplies_cache(node) else None
+            queries = source(node, 1) if multiplies_cache(self._ggml, node) else None
             # q is copied here, at its product: the scheduler may reuse its memory right after.
             if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
                 values = self._ggml.read(queries)
@@ -155,13 +173,6 @@ class AttentionHook:
             )
         if self._report(read, None):
             self._softmaxes[address] = read
-
-    def _multiplies_cache(self, node: Tensor) -> bool:
-        """Whether a ``MUL_MAT`` may be that of K and q; that of V and a softmax is not."""
-        keys, operand = source(node, 0), source(node, 1)
-        if keys is None or operand is None or not keys.view_src:
-            return False
-        return self._ggml.op(operand) != "SOFT_MAX"
 
     def _read_of_values(self, node: Tensor) -> AttentionRead | None:
         """Return whose softmax a ``MUL_MAT`` multiplies by V, where V is asked for."""

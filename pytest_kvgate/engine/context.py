@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,19 @@ from pytest_kvgate.engine.worker import Worker
 LARGEST_BATCH = 512
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A place to rewind to: how many tokens were decoded, and the state, where it must be kept."""
+
+    n_token: int
+    state: ctypes.Array[ctypes.c_uint8] | None
+
+
 class Context:
-    """A llama.cpp context with one sequence in an empty cache; `Engine.start` makes it."""
+    """A llama.cpp context with one sequence in an empty cache; `Engine.start` makes it.
+
+    ``n_token`` is how many tokens the sequence has.
+    """
 
     def __init__(self, ggml: Ggml, log: LogTail, model: object, params: Any) -> None:  # noqa: ANN401
         import llama_cpp  # noqa: PLC0415
@@ -28,6 +41,11 @@ class Context:
         self._llama = llama_cpp
         self._log = log
         self.hook = AttentionHook(ggml, flash_attention=bool(params.flash_attn_type))
+        self.n_token = 0
+        # a recurrent state cannot be cut back to an earlier token
+        self._keeps_state = bool(
+            llama_cpp.llama_model_is_hybrid(model) or llama_cpp.llama_model_is_recurrent(model)
+        )
         self._cancelled = False
         self._worker: Worker | None = None
         # both are called as long as the context lives
@@ -78,8 +96,53 @@ class Context:
                 raise EngineError(
                     f"llama.cpp could not decode ({status}). Its last words:\n{self._log.tail()}"
                 )
+            self.n_token += len(part)
         logits = llama.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(logits, shape=(self._n_vocab,)).copy()
+
+    def checkpoint(self) -> Checkpoint:
+        """Remember the sequence as it is, to come back to it with `rewind`.
+
+        Raises:
+            EngineError: llama.cpp cannot copy the state of this model.
+        """
+        if not self._keeps_state:
+            return Checkpoint(self.n_token, None)
+        llama = self._llama
+        size = llama.llama_state_seq_get_size(self._context, 0)
+        state = (ctypes.c_uint8 * size)()
+        with self._log:
+            copied = llama.llama_state_seq_get_data(self._context, state, size, 0)
+        if not size or copied != size:
+            raise EngineError(
+                f"llama.cpp could not copy the state of the sequence ({copied} of {size} bytes), "
+                "so the same tokens cannot be decoded again from the same prompt."
+            )
+        return Checkpoint(self.n_token, state)
+
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Bring the sequence back to what it was.
+
+        Raises:
+            EngineError: llama.cpp cannot.
+        """
+        llama = self._llama
+        memory = llama.llama_get_memory(self._context)
+        with self._log:
+            if checkpoint.state is None:
+                done = llama.llama_memory_seq_rm(memory, 0, checkpoint.n_token, -1)
+            else:
+                size = len(checkpoint.state)
+                # what is in the cache is removed first: cells must go on following positions
+                done = llama.llama_memory_seq_rm(memory, 0, -1, -1) and (
+                    llama.llama_state_seq_set_data(self._context, checkpoint.state, size, 0) == size
+                )
+        if not done:
+            raise EngineError(
+                f"llama.cpp could not go back to token {checkpoint.n_token} of the sequence. Its "
+                f"last words:\n{self._log.tail()}"
+            )
+        self.n_token = checkpoint.n_token
 
     def _cancel(self) -> None:
         self._cancelled = True  # seen by the abort callback between two graph nodes

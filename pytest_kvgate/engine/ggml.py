@@ -127,10 +127,11 @@ class Ggml:
             raise EngineError(f"this llama-cpp-python knows no data type {name!r}.")
         return known[name]
 
-    def read(self, tensor: Tensor, n_row: int | None = None) -> FloatArray:
+    def read(self, tensor: Tensor, n_row: int | None = None, first_row: int = 0) -> FloatArray:
         """Read a tensor as ``[ne2, ne1, ne0]``: float16 where stored so, else float32.
 
-        ``n_row`` reads only the first so many along ``ne1``. Quantized rows are dequantized.
+        ``n_row`` reads only so many along ``ne1``, from ``first_row`` on. Quantized rows are
+        dequantized.
 
         Raises:
             EngineError: the tensor has more than three dimensions, or its rows are scattered.
@@ -141,12 +142,15 @@ class Ggml:
             raise EngineError(
                 f"tensor {tensor.name.decode()!r} holds {tensor.ne[3]} streams; 1 is supported."
             )
-        rows = tensor.ne[1] if n_row is None else n_row
+        rows = tensor.ne[1] - first_row if n_row is None else n_row
         row_size = self._library.ggml_row_size(tensor.type, tensor.ne[0])
         span = (rows - 1) * tensor.nb[1] + (tensor.ne[2] - 1) * tensor.nb[2] + row_size
         raw = np.empty(span, dtype=np.uint8)
         self._library.ggml_backend_tensor_get(
-            ctypes.byref(tensor), raw.ctypes.data_as(ctypes.c_void_p), 0, span
+            ctypes.byref(tensor),
+            raw.ctypes.data_as(ctypes.c_void_p),
+            first_row * tensor.nb[1],
+            span,
         )
         strided = np.lib.stride_tricks.as_strided(
             raw, (tensor.ne[2], rows, row_size), (tensor.nb[2], tensor.nb[1], 1), writeable=False

@@ -51,6 +51,14 @@ def find_product(ggml: Ggml, node: Tensor) -> tuple[Tensor | None, float, float 
     return None, outer, None
 
 
+def multiplies_cache(ggml: Ggml, node: Tensor) -> bool:
+    """Whether a ``MUL_MAT`` may be that of K and q; that of V and a softmax is not."""
+    keys, operand = source(node, 0), source(node, 1)
+    if keys is None or operand is None or not keys.view_src:
+        return False
+    return ggml.op(operand) != "SOFT_MAX"
+
+
 def layer_index(node: Tensor, ordinal: int) -> int:
     """Return the layer's number, which llama.cpp appends to the names of nodes, else the ordinal.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pytest_kvgate.engine.errors import EngineError
 from pytest_kvgate.engine.ggml import FloatArray
 
 
@@ -72,3 +73,48 @@ class OutputNode:
     again: bool
     read: Callable[[], NDArray[np.float32]]
     write: Callable[[NDArray[np.float32]], None]
+
+
+@dataclass(frozen=True)
+class AttentionNode:
+    """One attention node of a decode step, to be changed before the graph goes on.
+
+    ``ordinal`` is its place among the attention nodes of the step, from 0 in the order of the
+    graph. ``queries`` is ``[n_head, head_dim]`` float32 as the product received it, and
+    ``read_keys(start, stop)`` copies cells of the cache, ``[n_head_kv, stop - start, head_dim]``,
+    both in the basis of the cache.
+
+    Without flash attention ``read_softmax()`` copies the weights, ``[n_head, n_cell]`` float32, and
+    ``write_softmax(weights)`` puts others in their place. With it, these are None, and
+    ``read_values(start, stop)`` copies cells of V, ``[n_head_kv, stop - start, d_v]``, and
+    ``write_output(output)`` replaces what the heads put out, ``[n_head, d_v]`` float32 in the basis
+    of that V. All work during ``on_node`` only.
+    """
+
+    ordinal: int
+    queries: NDArray[np.float32]
+    read_keys: Callable[[int, int], FloatArray]
+    read_softmax: Callable[[], NDArray[np.float32]] | None = None
+    write_softmax: Callable[[NDArray[np.float32]], None] | None = None
+    read_values: Callable[[int, int], FloatArray] | None = None
+    write_output: Callable[[NDArray[np.float32]], None] | None = None
+
+
+def visible_span(read: AttentionRead, n_visible: int) -> int:
+    """Return how many positions the mask shows; they must be the last ones, in order.
+
+    Cell j of the cache holds position j as long as the sequence was decoded front to back into an
+    empty cache. The mask proves it: it shows cells up to the query's own and no further.
+    """
+    shown = np.flatnonzero(np.isfinite(read.mask))
+    expected = np.arange(n_visible - len(shown), n_visible)
+    distance = (expected - (n_visible - 1)).astype(np.float32)
+    wanted = distance if read.max_bias > 0 else np.zeros_like(distance)
+    # with flash attention the mask is in half precision
+    seen = np.array_equal(shown, expected) and np.allclose(read.mask[shown], wanted, 2**-11, 0)
+    if not seen:
+        raise EngineError(
+            f"layer {read.index} shows {len(shown)} cache cells that are not the last positions "
+            f"before {n_visible} in order, so cells cannot be matched to positions."
+        )
+    return len(shown)

@@ -18,9 +18,9 @@ from pytest_kvgate.analysis.selectors import PageKeys, PageScore
 from pytest_kvgate.calibration import Calibration, calibrate
 from pytest_kvgate.calibration import run as calibration_run
 from pytest_kvgate.calibration.result import CAPTURE, TOLERANCE
-from pytest_kvgate.capture import CaptureSettings, Controls, collector
+from pytest_kvgate.capture import CaptureSettings, Controls
 from pytest_kvgate.capture.collector import Collector
-from pytest_kvgate.engine import EngineSettings
+from pytest_kvgate.engine import EngineSettings, reads
 from pytest_kvgate.trace import Layer, Trace
 from tests.calibration.mutants import mutate
 
@@ -340,7 +340,7 @@ CAPTURES: dict[str, tuple[Callable[..., Any], str, str, str]] = {
         "scattered",
     ),
     "a step sees one position less": (
-        collector._visible_span,
+        reads.visible_span,
         "shown = np.flatnonzero(np.isfinite(read.mask))",
         "shown = np.flatnonzero(np.isfinite(read.mask))[:-1]",
         "not the last positions",
@@ -364,7 +364,7 @@ def test_a_broken_capture_is_off(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cache_type_that_is_read_in_the_wrong_basis_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = "keys = _model_basis(read.read_keys(n_visible), read.rotation)"
+    right = "keys = model_basis(read.read_keys(n_visible), read.rotation)"
     mutate(monkeypatch, Collector.take, right, "keys = read.read_keys(n_visible)")
     engine = EngineSettings(n_threads=1, cache_type_k="q8_0")
     require_off(calibrate(CaptureSettings(engine=engine)), "clustered")

@@ -10,7 +10,8 @@ import pytest
 from pytest_kvgate.analysis import PageGrid, Plan, Profile, profile_trace
 from pytest_kvgate.analysis.findings import dim_ablation
 from pytest_kvgate.capture import CaptureError, Prompt
-from pytest_kvgate.capture.basis import PLAIN, VECTOR, product_roundings, require_whole_blocks
+from pytest_kvgate.capture.refusals import require_whole_blocks
+from pytest_kvgate.engine.basis import PLAIN, VECTOR, product_roundings
 from pytest_kvgate.trace import Trace
 from tests.capture.captures import Captures, hadamard, random_text
 from tests.models import Array, Shape

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.capture.errors import CaptureError
-
 #: How q is rounded for a product: as plain code does it, and as vector instructions do.
 PLAIN, VECTOR = "as K", "as K, by vector instructions"
 
 #: Dims of a q8_0 block, which share a scale.
 BYTES_PER_BLOCK = 32
+
+
+def model_basis(vectors: NDArray[Any], rotation: NDArray[np.float32] | None) -> NDArray[Any]:
+    """Bring ``[..., head_dim]`` out of the cache's basis into the model's own."""
+    return vectors if rotation is None else rotate(vectors, rotation)
 
 
 def rotate(vectors: NDArray[Any], rotation: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -57,22 +60,6 @@ def _rounded_to_bytes(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
     rounded: NDArray[np.float32] = (np.rint(blocks * factor) * scale).reshape(vectors.shape)
     return rounded
-
-
-def require_whole_blocks(head_dim: int, key_type: str) -> None:
-    """Raise CaptureError where a quantized type rounds more dims together than divide a head.
-
-    llama.cpp then lets blocks run from one head into the next, and multiplies too few dims.
-    """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415 - only an extra has it
-
-    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[key_type.upper()]]
-    if head_dim % block:
-        raise CaptureError(
-            f"a head of this model has {head_dim} dims, and a {key_type} K cache rounds {block} of "
-            f"them together, which does not divide {head_dim}, so llama.cpp's attention would be "
-            "wrong. Capture with --kvgate-cache-type-k=f16, f32 or bf16."
-        )
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> tuple[float, ...] | None:

@@ -1,0 +1,147 @@
+"""What the attention nodes of a model are, learned from one decode step that is left as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.analysis import SOFTMAX_TOLERANCE
+from pytest_kvgate.analysis.masses import group_masses, single_precision
+from pytest_kvgate.closedloop.errors import ClosedLoopError
+from pytest_kvgate.engine import AttentionRead, Context, visible_span
+from pytest_kvgate.engine.basis import alibi_slopes, product_roundings
+from pytest_kvgate.trace import FloatArray, Layer, TraceError
+
+NATIVELY_SPARSE = (
+    "this model's attention is natively sparse: for each query an indexer of its own selects what "
+    "it attends to. What a pager would do beside that is not defined, so there is no closed loop."
+)
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention node of every decode step, by its place in the graph.
+
+    ``terms`` hold scale, softcap, ALiBi slopes and sinks; their arrays of q and K are empty.
+    ``rotation`` brings q and K out of the basis of the cache, None where that is the model's own.
+    ``paged`` is whether the node sees the whole context; others have a sliding window, and are
+    never touched. ``shared_keys`` marks a layer that reads another layer's cache.
+    """
+
+    terms: Layer
+    key_type: str
+    rotation: NDArray[np.float32] | None
+    paged: bool
+    shared_keys: bool
+
+    @property
+    def index(self) -> int:
+        """The number of the layer."""
+        return self.terms.index
+
+    def product_queries(self, queries: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """Return q as the engine's matrix product may have rounded it."""
+        return list(product_roundings(queries, self.key_type).values())
+
+    def softmax(self, queries: NDArray[np.float32], keys: FloatArray) -> NDArray[np.float32]:
+        """Return the attention masses of one step, ``[n_head, n_token]`` float32.
+
+        ``queries`` is ``[n_head, head_dim]`` and ``keys`` ``[n_head_kv, n_token, head_dim]``.
+
+        Raises:
+            TraceError: they are no finite numbers.
+        """
+        terms = self.terms
+        masses = [
+            group_masses(
+                terms,
+                kv_head,
+                queries[None, terms.query_heads(kv_head)],
+                keys[kv_head],
+                [keys.shape[1]],
+            )[0]
+            for kv_head in range(terms.n_head_kv)
+        ]
+        return np.concatenate(masses)
+
+
+def learn_layers(context: Context, token: int, sliding_window: int) -> list[AttentionLayer]:
+    """Decode one token, and return what its attention nodes are, in the order of the graph.
+
+    Every softmax is recomputed from q and K on the way, as a capture's is.
+
+    Args:
+        context: holds the tokens before this one; the caller rewinds it.
+        token: any token.
+        sliding_window: that of the model, in tokens; 0 for none.
+
+    Raises:
+        ClosedLoopError: the model is natively sparse, has nothing to page, or is read wrongly.
+        EngineError: the cache does not hold the positions in order.
+    """
+    n_visible = context.n_token + 1
+    layers: list[AttentionLayer] = []
+
+    def take(read: AttentionRead) -> None:
+        if read.top_k is not None:
+            raise ClosedLoopError(NATIVELY_SPARSE)
+        layer = _layer(read, paged=visible_span(read, n_visible) == n_visible)
+        if layer.paged and read.read_softmax is not None:
+            _check(layer, read, n_visible)
+        layers.append(layer)
+
+    context.hook.arm(take)
+    context.decode([token])
+    context.hook.disarm()
+    if not any(layer.paged for layer in layers):
+        raise ClosedLoopError(
+            "no layer of this model attends to the whole context, so there is nothing to page."
+        )
+    if sliding_window and n_visible <= sliding_window:
+        raise ClosedLoopError(
+            f"{n_visible} tokens fit into this model's sliding window of {sliding_window}, so "
+            "layers with a window cannot be told from those without. Use a prompt longer than the "
+            "window."
+        )
+    return layers
+
+
+def _layer(read: AttentionRead, *, paged: bool) -> AttentionLayer:
+    n_head, head_dim = read.queries.shape
+    empty = np.empty(0, dtype=np.float32)
+    terms = Layer(
+        index=read.index,
+        n_head=n_head,
+        n_head_kv=read.n_head_kv,
+        head_dim=head_dim,
+        scale=read.scale,
+        softcap=read.softcap,
+        alibi_slopes=alibi_slopes(n_head, read.max_bias),
+        window=None,
+        n_rot=read.n_rot,
+        k=empty,
+        q=empty,
+        sinks=read.sinks,
+    )
+    return AttentionLayer(terms, read.key_type, read.rotation, paged, read.shared_keys)
+
+
+def _check(layer: AttentionLayer, read: AttentionRead, n_visible: int) -> None:
+    assert read.read_softmax is not None
+    keys = single_precision(read.read_keys(n_visible))
+    expected = read.read_softmax()[:, :n_visible]
+    try:
+        error = min(
+            float(np.abs(layer.softmax(queries, keys) - expected).max())
+            for queries in layer.product_queries(read.queries)
+        )
+    except TraceError as broken:
+        raise ClosedLoopError(f"{broken}") from broken
+    if not error <= SOFTMAX_TOLERANCE:
+        raise ClosedLoopError(
+            f"layer {layer.index}: the softmax recomputed from q and K and the model's own differ "
+            f"by {error:.2g}, where {SOFTMAX_TOLERANCE:g} is tolerated, so the cache is read "
+            "wrongly and no selection can be believed."
+        )

@@ -1,0 +1,183 @@
+"""One closed loop: a dense run of a prompt, then the same tokens again under each selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_kvgate.analysis import PAGE_SELECTORS, PageGrid, Selector
+from pytest_kvgate.analysis.effects import ClosedLoop, DenseRun, LoopRun, Variant
+from pytest_kvgate.analysis.wording import ranges
+from pytest_kvgate.closedloop.errors import ClosedLoopError
+from pytest_kvgate.closedloop.layers import learn_layers
+from pytest_kvgate.closedloop.sparse import COMES_AND_GOES, SparseCells, SparseRun
+from pytest_kvgate.engine import Engine
+
+#: Returns the token of a decode step, from its number and the logits ``[n_vocab]`` before it.
+NextToken = Callable[[int, NDArray[np.float32]], int]
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a closed loop compares.
+
+    ``n_token`` predictions are compared. The last ``sparse_tail`` tokens of the prompt are read
+    under the selection, too, and then the first prediction counts that follows the prompt; else it
+    is the first one after a decode step. ``sinks`` and ``recent`` are those of `PageGrid`;
+    ``registry`` are the page selectors by name.
+    """
+
+    n_token: int = 64
+    sparse_tail: int = 0
+    sinks: int = 32
+    recent: float = 0.02
+    registry: Mapping[str, Selector] = field(default_factory=lambda: PAGE_SELECTORS)
+
+    @property
+    def n_decode(self) -> int:
+        """How many tokens beyond the prompt are decoded."""
+        return self.n_token - (1 if self.sparse_tail else 0)
+
+    def grid(self, page_size: int) -> PageGrid:
+        """Return the page grid of one page size, in tokens."""
+        return PageGrid(page_size, self.sinks, self.recent)
+
+
+class Loop:
+    """A prompt that was read once, with its dense run, to compare sparse runs with.
+
+    All of them decode the same tokens from the same state; the engine, which must stay open, closes
+    the context.
+
+    Args:
+        engine: the loaded model.
+        tokens: the prompt.
+        next_token: chooses the tokens of the dense run, which all others follow.
+        settings: how many tokens, and which positions are free.
+
+    Raises:
+        ClosedLoopError: the model cannot be run so, or the prompt is too short.
+        EngineError: llama.cpp cannot run or rewind it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokens: Sequence[int],
+        next_token: NextToken,
+        settings: LoopSettings,
+    ) -> None:
+        self._settings = settings
+        self._n_start = len(tokens) - settings.sparse_tail
+        if self._n_start < 1:
+            raise ClosedLoopError(
+                f"the prompt has {len(tokens)} tokens, so its last {settings.sparse_tail} cannot "
+                "be read sparsely (--kvgate-sparse-tail) and leave one to be read before."
+            )
+        self._fused = engine.flash_attention
+        n_last = len(tokens) + settings.n_decode
+        self._context = engine.start(n_last + 1)
+        logits = self._context.decode(tokens[: self._n_start])
+        self._start = self._context.checkpoint()
+        tail = list(tokens[self._n_start :])
+        self.layers = learn_layers(self._context, [*tail, 0][0], engine.sliding_window)
+        self._cells = SparseCells(self.layers, settings.grid, n_last)
+        self._inputs: list[int] = []
+        self._context.rewind(self._start)
+        self._dense = self._run_dense(tail, logits, next_token)
+        self.noise = self._run(None).effects
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """The layers that are sparse where they are not kept dense, by index."""
+        return tuple(sorted({layer.index for layer in self.layers if layer.paged}))
+
+    def compare(self, variants: Iterable[Variant]) -> ClosedLoop:
+        """Run each variant; those that are not defined are left out, with the reason."""
+        undefined: dict[Variant, str] = {}
+        runs: dict[Variant, LoopRun] = {}
+        for variant in dict.fromkeys(variants):
+            problem = self.problem(variant)
+            if problem is None:
+                runs[variant] = self._run(variant)
+            else:
+                undefined[variant] = problem
+        return ClosedLoop(
+            noise=self.noise,
+            runs=runs,
+            undefined=undefined,
+            paged_layers=self.paged_layers,
+            sparse_tail=self._settings.sparse_tail,
+            fused=self._fused,
+        )
+
+    def problem(self, variant: Variant) -> str | None:
+        """Say why a variant cannot be run, or return None."""
+        unknown = sorted(set(variant.dense_layers) - set(self.paged_layers))
+        if unknown:
+            return (
+                f"layer {unknown[0]} of dense_layers={list(variant.dense_layers)} is not paged, so "
+                f"it cannot be kept dense. Accepted: {ranges(self.paged_layers)}."
+            )
+        grid, n_visible = self._settings.grid(variant.page_size), self._n_start + 1
+        first, end = grid.eligible(n_visible)
+        if first == end:
+            return (
+                f"at {n_visible} tokens all positions are free, so there is no page to select. "
+                "Lengthen the prompt, or use smaller pages."
+            )
+        if not grid.pages_for(variant.budget, n_visible):
+            return grid.shortfall(variant.budget, n_visible)
+        return None
+
+    def _run_dense(
+        self, tail: Sequence[int], logits: NDArray[np.float32], next_token: NextToken
+    ) -> DenseRun:
+        """Decode with full attention, and keep the tokens for the runs that follow."""
+        compared, targets = [], []
+        for place in range(self._first + self._settings.n_token):
+            decode_index = place - len(tail)
+            token = tail[place] if decode_index < 0 else next_token(decode_index, logits)
+            if place > self._first:
+                targets.append(token)
+            self._inputs.append(token)
+            logits = self._finite(self._context.decode([token]))
+            if place >= self._first:
+                compared.append(logits)
+        targets.append(next_token(len(self._inputs) - len(tail), logits))
+        return DenseRun(np.stack(compared), np.array(targets, dtype=np.int64))
+
+    def _run(self, variant: Variant | None) -> LoopRun:
+        """Decode the same tokens under a selection; None selects everything."""
+        run = SparseRun(self._cells, variant, self._settings.registry)
+        effects = self._dense.effects(self._sparse_logits(run))
+        return LoopRun(effects, run.shares)
+
+    def _sparse_logits(self, run: SparseRun) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits of every prediction that is compared."""
+        context = self._context
+        context.rewind(self._start)
+        self._cells.rewind(self._n_start)
+        for place, token in enumerate(self._inputs):
+            run.begin(context.n_token + 1)
+            context.hook.steer(run.edit)
+            logits = context.decode([token])
+            if context.hook.release() != len(self.layers):
+                raise ClosedLoopError(COMES_AND_GOES)
+            if place >= self._first:
+                yield self._finite(logits)
+
+    @property
+    def _first(self) -> int:
+        """The place among the decoded tokens after which the first prediction is compared."""
+        return max(0, self._settings.sparse_tail - 1)
+
+    def _finite(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if np.isnan(logits).any() or np.isposinf(logits).any():
+            raise ClosedLoopError(
+                f"after token {self._context.n_token} the model's logits are no finite numbers."
+            )
+        return logits
