@@ -239,22 +239,31 @@ class ClosedLoop:
 class DenseRun:
     """The next-token distributions of the dense run, and the tokens that followed.
 
-    ``logits`` is ``[n_token, n_vocab]`` float32, ``targets`` ``[n_token]``.
+    ``log_probabilities`` is ``[n_token, n_vocab]`` float64, ``targets`` ``[n_token]``.
     """
 
-    logits: NDArray[np.float32]
+    log_probabilities: NDArray[np.float64]
     targets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, logits: Iterable[NDArray[np.float32]], targets: Sequence[int]) -> DenseRun:
+        """Make it from the logits ``[n_vocab]`` of each prediction, and the token that followed."""
+        rows = np.stack([_log_softmax(row) for row in logits])
+        return cls(rows, np.array(targets, dtype=np.int64))
 
     def effects(self, sparse: Iterable[NDArray[np.float32]]) -> TokenEffects:
         """Compare with a sparse run's logits ``[n_vocab]``, one after the other."""
         kl, agrees, nll_dense, nll_sparse = [], [], [], []
-        for dense, logits, target in zip(self.logits, sparse, self.targets, strict=True):
-            before, after = _log_softmax(dense), _log_softmax(logits)
-            likely = np.flatnonzero(before > -np.inf)  # a token that is ruled out costs nothing
-            terms = np.exp(before[likely]) * (before[likely] - after[likely])
+        for before, logits, target in zip(
+            self.log_probabilities, sparse, self.targets, strict=True
+        ):
+            after = _log_softmax(logits)
+            probable = np.exp(before)
+            with np.errstate(invalid="ignore"):  # a token that both rule out costs nothing
+                terms = np.where(probable > 0, before - after, 0.0)
             # rounding may leave a sum of terms of either sign a little below 0
-            kl.append(max(0.0, float(terms.sum())))
-            agrees.append(dense.argmax() == logits.argmax())
+            kl.append(max(0.0, float(probable @ terms)))
+            agrees.append(before.argmax() == after.argmax())
             nll_dense.append(-before[target])
             nll_sparse.append(-after[target])
         return TokenEffects(

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis.selectors import rank
-
 #: A unit with less eligible mass than this is skipped.
 LEAST_MASS = 1e-12
 
@@ -36,41 +34,38 @@ class StepPages:
         return self.end - self.first
 
 
-def token_masses(
+def page_masses(
     weights: NDArray[np.float32], n_head_kv: int, pages: StepPages
 ) -> NDArray[np.float32]:
-    """Return ``Σ_h p[h, j]`` over the groups, ``[n_head_kv, n_page, page_size]`` float32.
+    """Return the mass of each eligible page, ``[n_head_kv, n_page]`` float32.
 
     ``weights`` is ``[n_head, n_token]``, the softmax of one step.
     """
-    masses: NDArray[np.float32] = _by_group(weights, n_head_kv, pages).sum(axis=1)
+    by_page = weights[:, pages.positions].reshape(len(weights), pages.n_page, pages.size)
+    # a product with ones is the fastest sum over a short axis
+    by_head = by_page @ np.ones(pages.size, dtype=np.float32)
+    masses: NDArray[np.float32] = by_head.reshape(n_head_kv, -1, pages.n_page).sum(axis=1)
     return masses
 
 
-def best_pages(scores: NDArray[np.float32], pages: StepPages) -> NDArray[np.bool_]:
-    """Return which pages are chosen, ``[n_head_kv, n_page, 1]``, from scores per KV head and page.
-
-    The best score wins; ties go to the lower page.
-    """
-    return _chosen(scores, pages.chosen)[..., None]
-
-
-def best_tokens(masses: NDArray[np.float32], pages: StepPages) -> NDArray[np.bool_]:
-    """Return which tokens are chosen, ``[n_head_kv, n_page, page_size]``, from their masses."""
-    tokens = masses.reshape(len(masses), -1)
-    return _chosen(tokens, pages.chosen * pages.size).reshape(masses.shape)
-
-
-def _by_group(
+def token_masses(
     weights: NDArray[np.float32], n_head_kv: int, pages: StepPages
 ) -> NDArray[np.float32]:
-    """Return a view of the eligible pages, ``[n_head_kv, G, n_page, page_size]``."""
-    return weights[:, pages.positions].reshape(n_head_kv, -1, pages.n_page, pages.size)
+    """Return the mass of each eligible token, ``[n_head_kv, n_page · page_size]`` float32."""
+    eligible = weights[:, pages.positions].reshape(n_head_kv, len(weights) // n_head_kv, -1)
+    masses: NDArray[np.float32] = eligible.sum(axis=1)
+    return masses
 
 
-def _chosen(scores: NDArray[np.float32], n: int) -> NDArray[np.bool_]:
+def best(scores: NDArray[np.float32], n: int) -> NDArray[np.bool_]:
+    """Return which ``n`` items of each row have the best scores; ties go to the lower one.
+
+    ``scores`` is ``[n_head_kv, n_item]`` float32 without NaN, and so is the shape of the result.
+    """
+    # few calls decide here: at a single step `rank` takes longer than this sort
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :n]
     kept = np.zeros(scores.shape, dtype=np.bool_)
-    np.put_along_axis(kept, rank(scores)[:, :n], True, axis=1)
+    kept[np.arange(len(scores))[:, None], order] = True
     return kept
 
 
@@ -80,33 +75,23 @@ def attend_to(
     pages: StepPages,
     *,
     has_sink: bool,
-) -> NDArray[np.float32]:
-    """Return the softmax over what is free or kept, ``[n_head, n_token]`` float32.
+) -> None:
+    """Turn the softmax over everything into that over what is free or kept, in place.
 
-    ``weights`` is the softmax over everything. ``kept`` is ``[n_head_kv, n_page, page_size or 1]``,
-    None to keep everything. The rest is zeroed and the weights are brought back to a sum of 1; a
-    learned sink keeps its place in the denominator, as in the attention-output error.
+    ``weights`` is ``[n_head, n_token]``. ``kept`` is ``[n_head_kv, n_page]`` for pages or
+    ``[n_head_kv, n_page · page_size]`` for tokens; None keeps everything. The rest is zeroed and
+    the weights are brought back to a sum of 1; a learned sink keeps its place in the denominator,
+    as in the attention-output error.
 
     Raises:
         ZeroDivisionError: nothing that is kept has a weight, so there is nothing to bring back.
     """
-    edited = weights.copy()
+    sink = np.maximum(np.float32(0), 1 - weights.sum(axis=1)) if has_sink else np.float32(0)
     if kept is not None:
-        by_group = _by_group(edited, len(kept), pages)  # a view
-        by_group *= kept[:, None]
-    rest = edited.sum(axis=1, dtype=np.float64)
-    if has_sink:
-        rest += np.maximum(0.0, 1.0 - weights.sum(axis=1, dtype=np.float64))
-    if not (rest > 0).all():
+        # views: axes are only split
+        eligible = weights[:, pages.positions].reshape(len(kept), -1, pages.n_page, pages.size)
+        eligible *= kept.reshape(len(kept), 1, pages.n_page, -1)
+    rest = weights.sum(axis=1) + sink
+    if not rest.all():
         raise ZeroDivisionError
-    edited *= (1.0 / rest).astype(np.float32)[:, None]
-    return edited
-
-
-def unit_shares(
-    masses: NDArray[np.float32], kept: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the kept and the eligible mass of each KV head, ``[n_head_kv]`` float64 both."""
-    eligible: NDArray[np.float64] = masses.sum(axis=(1, 2), dtype=np.float64)
-    held: NDArray[np.float64] = (masses * kept).sum(axis=(1, 2), dtype=np.float64)
-    return held, eligible
+    weights /= rest[:, None]

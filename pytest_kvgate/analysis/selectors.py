@@ -46,7 +46,8 @@ class PageKeys:
 
     ``rows`` is ``[n_page, page_size, head_dim]`` as stored, float16 or float32; ``first_page`` is
     the number of the first of these pages. The summaries are computed once and kept; they are what
-    a pager would store beside a page.
+    a pager would store beside a page. A `StackedSelector` may be given several KV heads at once,
+    along an axis before all others.
     """
 
     rows: FloatArray
@@ -60,32 +61,36 @@ class PageKeys:
     @property
     def numbers(self) -> NDArray[np.int64]:
         """Page numbers, ``[n_page]``; page i holds the positions from ``i · page_size`` on."""
-        return np.arange(self.first_page, self.first_page + len(self.rows))
+        return np.arange(self.first_page, self.first_page + self.rows.shape[-3])
+
+    def of_head(self, head: int) -> PageKeys:
+        """Return the pages of one of several KV heads."""
+        return PageKeys(self.rows[head], self.first_page)
 
     @cached_property
     def mean(self) -> NDArray[np.float32]:
         """Mean key per page, ``[n_page, head_dim]`` float32."""
-        mean: NDArray[np.float32] = self.keys.mean(axis=1)
+        mean: NDArray[np.float32] = self.keys.mean(axis=-2)
         return read_only(mean)
 
     @cached_property
     def maximum(self) -> NDArray[np.float32]:
         """Largest value per dim and page, ``[n_page, head_dim]`` float32."""
-        maximum: NDArray[np.float32] = self.keys.max(axis=1)
+        maximum: NDArray[np.float32] = self.keys.max(axis=-2)
         return read_only(maximum)
 
     @cached_property
     def minimum(self) -> NDArray[np.float32]:
         """Smallest value per dim and page, ``[n_page, head_dim]`` float32."""
-        minimum: NDArray[np.float32] = self.keys.min(axis=1)
+        minimum: NDArray[np.float32] = self.keys.min(axis=-2)
         return read_only(minimum)
 
     @cached_property
     def deviation(self) -> NDArray[np.float32]:
         """Population standard deviation per dim and page, ``[n_page, head_dim]`` float32."""
-        distance = self.keys - self.mean[:, None]
+        distance = self.keys - self.mean[..., None, :]
         np.square(distance, out=distance)
-        deviation: NDArray[np.float32] = np.sqrt(distance.mean(axis=1))
+        deviation: NDArray[np.float32] = np.sqrt(distance.mean(axis=-2))
         return read_only(deviation)
 
     @cached_property
@@ -97,9 +102,9 @@ class PageKeys:
     @cached_property
     def radius(self) -> NDArray[np.float32]:
         """Mean distance from `center` per dim and page, ``[n_page, head_dim]`` float32."""
-        distance = self.keys - self.center[:, None]
+        distance = self.keys - self.center[..., None, :]
         np.abs(distance, out=distance)
-        radius: NDArray[np.float32] = distance.mean(axis=1)
+        radius: NDArray[np.float32] = distance.mean(axis=-2)
         return read_only(radius)
 
 
@@ -136,7 +141,7 @@ class Selector:
             SelectorError: the function returned another shape, or values that have no order.
         """
         found = self._score(read_only(queries), pages)
-        wanted = (len(queries), len(pages.rows))
+        wanted = (*queries.shape[:-2], pages.rows.shape[-3])
         if found.shape != wanted or found.dtype.kind not in "fiu":
             raise SelectorError(
                 f"selector {self.name!r} returned {found.dtype} of shape {found.shape}; scores are "
@@ -153,6 +158,16 @@ class Selector:
             )
         return scores
 
+    def scores_of_heads(self, queries: NDArray[np.float32], pages: PageKeys) -> NDArray[np.float32]:
+        """Return checked scores of several KV heads at one step, ``[n_head_kv, n_page]`` float32.
+
+        ``queries`` is ``[n_head_kv, 1, G, head_dim]``, and ``pages`` have the KV heads before their
+        other axes. Raises as `scores` does.
+        """
+        return np.concatenate(
+            [self.scores(of_head, pages.of_head(head)) for head, of_head in enumerate(queries)]
+        )
+
     def _score(self, queries: NDArray[np.float32], pages: PageKeys) -> NDArray[Any]:
         try:
             return np.asarray(self.score(queries, pages))
@@ -164,12 +179,23 @@ class Selector:
             ) from error
 
 
+class StackedSelector(Selector):
+    """A selector whose score takes several KV heads at once, which saves time at a single step."""
+
+    def scores_of_heads(self, queries: NDArray[np.float32], pages: PageKeys) -> NDArray[np.float32]:
+        """Return checked scores of several KV heads at one step, ``[n_head_kv, n_page]`` float32.
+
+        As of `Selector`.
+        """
+        return self.scores(queries, pages)[:, 0]
+
+
 def _best_head(queries: NDArray[np.floating], summary: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return ``max_h q_h · s`` of ``[n_step, G, m]`` and ``[n_page, m]``, in float64."""
-    n_step, group, length = queries.shape
-    rows = queries.reshape(-1, length).astype(np.float64)
-    products = rows @ summary.astype(np.float64).T
-    best: NDArray[np.float64] = products.reshape(n_step, group, -1).max(axis=1)
+    """Return ``max_h q_h · s`` of ``[…, n_step, G, m]`` and ``[…, n_page, m]``, in float64."""
+    *heads, n_step, group, length = queries.shape
+    rows = queries.reshape(*heads, n_step * group, length).astype(np.float64)
+    products = rows @ summary.astype(np.float64).swapaxes(-1, -2)
+    best: NDArray[np.float64] = products.reshape(*heads, n_step, group, -1).max(axis=-2)
     return best
 
 
@@ -268,10 +294,10 @@ def register(selectors: Iterable[Selector], known: Mapping[str, Selector]) -> di
 PAGE_SELECTORS: Mapping[str, Selector] = MappingProxyType(
     register(
         (
-            Selector(LANDMARK, landmark, numbers_per_dim=1),
-            Selector("quest", quest, numbers_per_dim=2),
-            Selector("mean-std", mean_std, numbers_per_dim=2),
-            Selector("cuboid-mean", cuboid_mean, numbers_per_dim=2),
+            StackedSelector(LANDMARK, landmark, numbers_per_dim=1),
+            StackedSelector("quest", quest, numbers_per_dim=2),
+            StackedSelector("mean-std", mean_std, numbers_per_dim=2),
+            StackedSelector("cuboid-mean", cuboid_mean, numbers_per_dim=2),
             Selector("recency", recency),
             Selector("random", random),
         ),

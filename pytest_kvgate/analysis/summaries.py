@@ -50,7 +50,7 @@ class KeptPageKeys(PageKeys):
 
 
 class PageSummaries:
-    """The whole pages of one KV head as they fill.
+    """The whole pages of a layer's KV heads as they fill.
 
     ``first_page`` is the number of the first page, ``capacity`` how many pages there will be at
     most. ``n_page`` is how many there are.
@@ -60,19 +60,20 @@ class PageSummaries:
         self._page_size = page_size
         self._first_page = first_page
         self._capacity = capacity
-        self._rows: FloatArray = np.empty((0, page_size, 0), dtype=np.float32)
+        self._rows: FloatArray = np.empty((0, 0, page_size, 0), dtype=np.float32)
         self._summaries: dict[str, NDArray[np.float32]] = {}
         self._known: dict[str, int] = {}
         self.n_page = 0
 
     def extend(self, rows: FloatArray) -> None:
-        """Append the keys of pages that are full now, ``[n · page_size, head_dim]``."""
-        pages = rows.reshape(-1, self._page_size, rows.shape[-1])
+        """Append the keys of pages that are full now, ``[n_head_kv, n · page_size, head_dim]``."""
+        n_head_kv, _, head_dim = rows.shape
+        pages = rows.reshape(n_head_kv, -1, self._page_size, head_dim)
         if not self._rows.size:
-            shape = (self._capacity, self._page_size, rows.shape[-1])
+            shape = (n_head_kv, self._capacity, self._page_size, head_dim)
             self._rows = np.empty(shape, dtype=rows.dtype)
-        self._rows[self.n_page : self.n_page + len(pages)] = pages
-        self.n_page += len(pages)
+        self._rows[:, self.n_page : self.n_page + pages.shape[1]] = pages
+        self.n_page += pages.shape[1]
 
     def truncate(self, n_page: int) -> None:
         """Forget all pages but the first ``n_page``, and their summaries."""
@@ -80,21 +81,22 @@ class PageSummaries:
         self._known = {name: min(known, n_page) for name, known in self._known.items()}
 
     def pages(self, n_page: int) -> PageKeys:
-        """Return the first ``n_page`` pages, for a selector to score."""
-        return KeptPageKeys(self._rows[:n_page], self._first_page, kept=self)
+        """Return the first ``n_page`` pages, KV heads first, for a selector to score."""
+        return KeptPageKeys(self._rows[:, :n_page], self._first_page, kept=self)
 
     def summary(self, name: str, pages: PageKeys) -> NDArray[np.float32]:
-        """Return one summary of all ``pages``, ``[n_page, head_dim]``; only new ones are computed.
+        """Return one summary of all ``pages``, ``[…, n_page, head_dim]``; only new ones are made.
 
         ``name`` is that of a summary of `PageKeys`.
         """
-        n_page, known = len(pages.rows), self._known.get(name, 0)
+        n_page, known = pages.rows.shape[1], self._known.get(name, 0)
         if known < n_page:
-            new = PageKeys(pages.rows[known:], pages.first_page + known)
+            new = PageKeys(pages.rows[:, known:], pages.first_page + known)
             computed: NDArray[np.float32] = getattr(new, name)
-            kept = self._summaries.setdefault(
-                name, np.empty((self._capacity, computed.shape[-1]), dtype=np.float32)
-            )
-            kept[known:n_page] = computed
+            if name not in self._summaries:
+                n_head_kv, _, length = computed.shape
+                shape = (n_head_kv, self._capacity, length)
+                self._summaries[name] = np.empty(shape, dtype=np.float32)
+            self._summaries[name][:, known:n_page] = computed
             self._known[name] = n_page
-        return read_only(self._summaries[name][:n_page])
+        return read_only(self._summaries[name][:, :n_page])

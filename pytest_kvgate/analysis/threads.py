@@ -40,6 +40,13 @@ def workers(most: int) -> Iterator[Workers]:
         yield Workers(executor, count)
 
 
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Keep BLAS to one thread, for products too small to share, or beside threads that are busy."""
+    with _controller().limit(limits=1, user_api="blas"):
+        yield
+
+
 @cache  # finding the libraries takes milliseconds
 def _controller() -> ThreadpoolController:
     return ThreadpoolController().select(user_api="blas")

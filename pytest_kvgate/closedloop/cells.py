@@ -21,35 +21,31 @@ ReadCells = Callable[[int, int], FloatArray]
 
 
 class LayerPages:
-    """The page summaries of one layer at one page size, for each of its KV heads."""
+    """The pages of one layer at one page size, with the summaries of its KV heads."""
 
     def __init__(
         self,
         page_size: int,
         first_page: int,
         capacity: int,
-        n_head_kv: int,
         rotation: NDArray[np.float32] | None,
     ) -> None:
         self._first = first_page
         self._size = page_size
         self._rotation = rotation
-        self._heads = [PageSummaries(page_size, first_page, capacity) for _ in range(n_head_kv)]
+        self._summaries = PageSummaries(page_size, first_page, capacity)
 
-    def heads(self, read_keys: ReadCells, end: int) -> list[PageKeys]:
-        """Return the pages before page ``end`` of each KV head; those that are new are read."""
-        known = self._first + self._heads[0].n_page
+    def until(self, end: int, read_keys: ReadCells) -> PageKeys:
+        """Return the pages before page ``end``, KV heads first; those that are new are read."""
+        known = self._first + self._summaries.n_page
         if known < end:
             rows = read_keys(known * self._size, end * self._size)
-            for head, of_head in zip(self._heads, model_basis(rows, self._rotation), strict=True):
-                head.extend(of_head)
-        return [head.pages(end - self._first) for head in self._heads]
+            self._summaries.extend(model_basis(rows, self._rotation))
+        return self._summaries.pages(end - self._first)
 
     def rewind(self, n_token: int) -> None:
         """Forget the pages that reach beyond the first ``n_token`` positions."""
-        whole = max(0, n_token // self._size - self._first)
-        for head in self._heads:
-            head.truncate(whole)
+        self._summaries.truncate(max(0, n_token // self._size - self._first))
 
 
 class Mirror:

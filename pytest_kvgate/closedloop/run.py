@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import PAGE_SELECTORS, PageGrid, Selector
 from pytest_kvgate.analysis.effects import ClosedLoop, DenseRun, LoopRun, Variant
+from pytest_kvgate.analysis.threads import one_blas_thread
 from pytest_kvgate.analysis.wording import ranges
 from pytest_kvgate.closedloop.errors import ClosedLoopError
 from pytest_kvgate.closedloop.layers import learn_layers
@@ -87,8 +88,9 @@ class Loop:
         self._cells = SparseCells(self.layers, settings.grid, n_last)
         self._inputs: list[int] = []
         self._context.rewind(self._start)
-        self._dense = self._run_dense(tail, logits, next_token)
-        self.noise = self._run(None).effects
+        with one_blas_thread():
+            self._dense = self._run_dense(tail, logits, next_token)
+            self.noise = self._dense.effects(self._replayed(None if self._fused else self._edit()))
 
     @property
     def paged_layers(self) -> tuple[int, ...]:
@@ -102,7 +104,7 @@ class Loop:
         for variant in dict.fromkeys(variants):
             problem = self.problem(variant)
             if problem is None:
-                runs[variant] = self._run(variant)
+                runs[variant] = self.run(variant)
             else:
                 undefined[variant] = problem
         return ClosedLoop(
@@ -133,10 +135,26 @@ class Loop:
             return grid.shortfall(variant.budget, n_visible)
         return None
 
+    def run(self, variant: Variant) -> LoopRun:
+        """Decode the same tokens under a selection that is defined."""
+        edit = self._edit(variant)
+        with one_blas_thread():
+            effects = self._dense.effects(self._replayed(edit))
+        return LoopRun(effects, edit.shares)
+
+    def _edit(self, variant: Variant | None = None) -> SparseRun:
+        return SparseRun(self._cells, variant, self._settings.registry)
+
     def _run_dense(
         self, tail: Sequence[int], logits: NDArray[np.float32], next_token: NextToken
     ) -> DenseRun:
-        """Decode with full attention, and keep the tokens for the runs that follow."""
+        """Decode with full attention, and keep the tokens for the runs that follow.
+
+        The engine's own flash attention adds up in half precision, which moves its output by more
+        than a selection may. So with flash attention the output is computed here in the dense run,
+        too, from everything, and the noise is how far the engine's own is from that.
+        """
+        edit = self._edit() if self._fused else None
         compared, targets = [], []
         for place in range(self._first + self._settings.n_token):
             decode_index = place - len(tail)
@@ -144,40 +162,39 @@ class Loop:
             if place > self._first:
                 targets.append(token)
             self._inputs.append(token)
-            logits = self._finite(self._context.decode([token]))
+            logits = self._decode(token, edit)
             if place >= self._first:
                 compared.append(logits)
         targets.append(next_token(len(self._inputs) - len(tail), logits))
-        return DenseRun(np.stack(compared), np.array(targets, dtype=np.int64))
+        return DenseRun.of(compared, targets)
 
-    def _run(self, variant: Variant | None) -> LoopRun:
-        """Decode the same tokens under a selection; None selects everything."""
-        run = SparseRun(self._cells, variant, self._settings.registry)
-        effects = self._dense.effects(self._sparse_logits(run))
-        return LoopRun(effects, run.shares)
-
-    def _sparse_logits(self, run: SparseRun) -> Iterator[NDArray[np.float32]]:
-        """Yield the logits of every prediction that is compared."""
-        context = self._context
-        context.rewind(self._start)
+    def _replayed(self, edit: SparseRun | None) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits of every prediction that is compared, from the same start."""
+        self._context.rewind(self._start)
         self._cells.rewind(self._n_start)
         for place, token in enumerate(self._inputs):
-            run.begin(context.n_token + 1)
-            context.hook.steer(run.edit)
+            logits = self._decode(token, edit)
+            if place >= self._first:
+                yield logits
+
+    def _decode(self, token: int, edit: SparseRun | None) -> NDArray[np.float32]:
+        """Append one token, its attention edited or left alone; return the logits after it."""
+        context = self._context
+        if edit is None:
+            logits = context.decode([token])
+        else:
+            edit.begin(context.n_token + 1)
+            context.hook.steer(edit.edit)
             logits = context.decode([token])
             if context.hook.release() != len(self.layers):
                 raise ClosedLoopError(COMES_AND_GOES)
-            if place >= self._first:
-                yield self._finite(logits)
+        if np.isnan(logits).any() or np.isposinf(logits).any():
+            raise ClosedLoopError(
+                f"after token {context.n_token} the model's logits are no finite numbers."
+            )
+        return logits
 
     @property
     def _first(self) -> int:
         """The place among the decoded tokens after which the first prediction is compared."""
         return max(0, self._settings.sparse_tail - 1)
-
-    def _finite(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        if np.isnan(logits).any() or np.isposinf(logits).any():
-            raise ClosedLoopError(
-                f"after token {self._context.n_token} the model's logits are no finite numbers."
-            )
-        return logits

@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 from pytest_kvgate.analysis import PageGrid, Selector
 from pytest_kvgate.analysis.effects import LayerShare, Variant
 from pytest_kvgate.analysis.selection import (
-    LEAST_MASS,
     StepPages,
     attend_to,
-    best_pages,
-    best_tokens,
+    best,
+    page_masses,
     token_masses,
-    unit_shares,
 )
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
 from pytest_kvgate.closedloop.cells import LayerPages, Mirror
 from pytest_kvgate.closedloop.errors import ClosedLoopError
 from pytest_kvgate.closedloop.layers import AttentionLayer
+from pytest_kvgate.closedloop.tally import Tally
 from pytest_kvgate.engine import AttentionNode
 from pytest_kvgate.engine.basis import model_basis
 
@@ -51,8 +50,7 @@ class SparseCells:
         if page_size not in self._pages:
             first, end = self.grid(page_size).eligible(self._n_last)
             self._pages[page_size] = [
-                LayerPages(page_size, first, end - first, layer.terms.n_head_kv, layer.rotation)
-                for layer in self.layers
+                LayerPages(page_size, first, end - first, layer.rotation) for layer in self.layers
             ]
         return self._pages[page_size]
 
@@ -80,16 +78,23 @@ class SparseRun:
         self._registry = registry
         self._n_visible = 0
         self._pages = StepPages(1, 0, 0, 0)
-        self.shares: dict[int, LayerShare] = {}
+        self._tally = Tally()
 
     def begin(self, n_visible: int) -> None:
         """Open a decode step that sees so many positions."""
+        self._tally.close_step()
         self._n_visible = n_visible
         if self._variant is not None:
             grid = self._cells.grid(self._variant.page_size)
             first, end = grid.eligible(n_visible)
             chosen = min(grid.pages_for(self._variant.budget, n_visible), end - first)
             self._pages = StepPages(grid.page_size, first, end, chosen)
+
+    @property
+    def shares(self) -> dict[int, LayerShare]:
+        """What the pages held so far, by layer index."""
+        self._tally.close_step()
+        return self._tally.shares
 
     def edit(self, node: AttentionNode) -> None:
         """Edit one attention node of the open step.
@@ -105,12 +110,12 @@ class SparseRun:
         if not layer.paged:
             return
         dense = variant is None or layer.index in variant.dense_layers
-        if dense and variant is not None and node.read_softmax is not None:
+        if dense and variant is not None and node.open_softmax is not None:
             return
         weights = self._weights(layer, node)
         kept = None if dense else self._select(layer, node, weights)
         try:
-            edited = attend_to(weights, kept, self._pages, has_sink=layer.terms.sinks is not None)
+            attend_to(weights, kept, self._pages, has_sink=layer.terms.sinks is not None)
         except ZeroDivisionError:
             raise ClosedLoopError(
                 f"layer {layer.index}: nothing that is kept has any weight in the softmax of a "
@@ -118,14 +123,14 @@ class SparseRun:
                 "Keep sinks or a recent window free (--kvgate-sinks, --kvgate-recent)."
             ) from None
         if node.write_softmax is not None:
-            node.write_softmax(edited)
+            node.write_softmax(weights)
         else:
-            self._write_output(layer, node, edited)
+            self._write_output(layer, node, weights)
 
     def _weights(self, layer: AttentionLayer, node: AttentionNode) -> NDArray[np.float32]:
         """Return the softmax of the node, ``[n_head, n_token or more]``."""
-        if node.read_softmax is not None:
-            return node.read_softmax()
+        if node.open_softmax is not None:
+            return node.open_softmax()
         keys = self._cells.keys[node.ordinal].cells(node.read_keys, self._n_visible)
         return layer.softmax(layer.product_queries(node.queries)[-1], keys)
 
@@ -141,17 +146,19 @@ class SparseRun:
     def _select(
         self, layer: AttentionLayer, node: AttentionNode, weights: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
+        """Return the pages, or the tokens, that each KV head keeps."""
         assert self._variant is not None
-        terms, selector, pages = layer.terms, self._variant.selector, self._pages
-        masses = token_masses(weights, terms.n_head_kv, pages)
+        selector, pages, n_head_kv = self._variant.selector, self._pages, layer.terms.n_head_kv
         if selector == TOKEN_ORACLE:
-            kept = best_tokens(masses, pages)
-        elif selector == ORACLE:
-            kept = best_pages(masses.sum(axis=2), pages)
+            masses = token_masses(weights, n_head_kv, pages)
+            kept = best(masses, pages.chosen * pages.size)
         else:
-            kept = best_pages(self._scores(layer, node, self._registry[selector]), pages)
+            masses = scores = page_masses(weights, n_head_kv, pages)
+            if selector != ORACLE:
+                scores = self._scores(layer, node, self._registry[selector])
+            kept = best(scores, pages.chosen)
         if not layer.shared_keys:  # as in a profile, whose traces hold no such layer
-            self._count(layer.index, masses, kept, weights)
+            self._tally.add(layer.index, masses, kept, weights)
         return kept
 
     def _scores(
@@ -159,32 +166,9 @@ class SparseRun:
     ) -> NDArray[np.float32]:
         """Return a selector's score of every eligible page, ``[n_head_kv, n_page]`` float32."""
         store = self._cells.pages(self._pages.size)[node.ordinal]
-        queries = model_basis(node.queries, layer.rotation)[None]
-        heads = store.heads(node.read_keys, self._pages.end)
-        return np.concatenate(
-            [
-                selector.scores(queries[:, layer.terms.query_heads(kv_head)], pages)
-                for kv_head, pages in enumerate(heads)
-            ]
-        )
-
-    def _count(
-        self,
-        index: int,
-        masses: NDArray[np.float32],
-        kept: NDArray[np.bool_],
-        weights: NDArray[np.float32],
-    ) -> None:
-        held, eligible = unit_shares(masses, kept)
-        counted = eligible >= LEAST_MASS
-        total = weights.reshape(len(masses), -1).sum(axis=1, dtype=np.float64)
-        share = LayerShare(
-            coverage=float((held[counted] / eligible[counted]).sum()),
-            n_unit=int(counted.sum()),
-            lost=float(((eligible - held) / np.where(total > 0, total, 1.0)).sum()),
-            n_step=len(masses),
-        )
-        self.shares[index] = self.shares.get(index, LayerShare()) + share
+        queries = model_basis(node.queries, layer.rotation)
+        by_group = queries.reshape(layer.terms.n_head_kv, 1, -1, queries.shape[-1])
+        return selector.scores_of_heads(by_group, store.until(self._pages.end, node.read_keys))
 
 
 COMES_AND_GOES = (

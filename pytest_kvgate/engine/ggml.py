@@ -7,6 +7,7 @@ Tensors are views with strides, and may lie in device memory, so data is read th
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class Tensor(ctypes.Structure):
     """``struct ggml_tensor``; checked against the library before first use."""
 
     type: int
+    buffer: int | None
     ne: ctypes.Array[ctypes.c_int64]
     nb: ctypes.Array[ctypes.c_size_t]
     op: int
@@ -40,6 +42,7 @@ class Tensor(ctypes.Structure):
     src: ctypes.Array[ctypes.c_void_p]
     view_src: int | None
     view_offs: int
+    data: int
     name: bytes
 
 
@@ -83,6 +86,8 @@ class Ggml:
         library.ggml_type_size.argtypes = [ctypes.c_int]
         library.ggml_row_size.restype = ctypes.c_size_t
         library.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+        library.ggml_backend_buffer_is_host.restype = ctypes.c_bool
+        library.ggml_backend_buffer_is_host.argtypes = [ctypes.c_void_p]
         library.ggml_backend_tensor_get.restype = None
         library.ggml_backend_tensor_get.argtypes = [
             ctypes.c_void_p,
@@ -93,6 +98,7 @@ class Ggml:
         library.ggml_backend_tensor_set.restype = None
         library.ggml_backend_tensor_set.argtypes = library.ggml_backend_tensor_get.argtypes
         self._op_names: dict[int, str] = {}
+        self._rows: dict[tuple[int, int], tuple[str, int, int]] = {}
 
     def op(self, tensor: Tensor) -> str:
         """Return the operation's name; numbers change between versions, names do not."""
@@ -117,6 +123,26 @@ class Ggml:
         """Return a data type's name, such as ``f16`` or ``q8_0``."""
         return str(self._library.ggml_type_name(number).decode())
 
+    def _require_whole(self, tensor: Tensor, size: int) -> None:
+        """Raise EngineError unless a tensor is float32, without gaps, and of so many values."""
+        name, _, row = self._row(tensor.type, tensor.ne[0])
+        length = math.prod(tensor.ne)
+        if name != "f32" or tensor.nb[:3] != [4, row, row * tensor.ne[1]] or length != size:
+            raise EngineError(
+                f"tensor {tensor.name.decode()!r} ({name}, {length} values) "
+                f"cannot take {size} float32 values in one piece."
+            )
+
+    def _row(self, number: int, length: int) -> tuple[str, int, int]:
+        """Return a data type's name, its size and that of a row of so many values, in bytes."""
+        if (number, length) not in self._rows:
+            self._rows[number, length] = (
+                self.type_name(number),
+                self._library.ggml_type_size(number),
+                self._library.ggml_row_size(number, length),
+            )
+        return self._rows[number, length]
+
     def type_number(self, name: str) -> int:
         """Return the number of a data type, looked up by name."""
         from gguf import GGMLQuantizationType  # noqa: PLC0415 - only an extra brings it
@@ -136,26 +162,36 @@ class Ggml:
         Raises:
             EngineError: the tensor has more than three dimensions, or its rows are scattered.
         """
-        if tensor.nb[0] != self._library.ggml_type_size(tensor.type):
+        name, size, row_size = self._row(tensor.type, tensor.ne[0])
+        _, n_rows, n_planes, n_streams = tensor.ne[:]
+        value_stride, row_stride, plane_stride, _ = tensor.nb[:]
+        if value_stride != size:
             raise EngineError(f"tensor {tensor.name.decode()!r} has rows that are not contiguous.")
-        if tensor.ne[3] != 1:
+        if n_streams != 1:
             raise EngineError(
-                f"tensor {tensor.name.decode()!r} holds {tensor.ne[3]} streams; 1 is supported."
+                f"tensor {tensor.name.decode()!r} holds {n_streams} streams; 1 is supported."
             )
-        rows = tensor.ne[1] - first_row if n_row is None else n_row
-        row_size = self._library.ggml_row_size(tensor.type, tensor.ne[0])
-        span = (rows - 1) * tensor.nb[1] + (tensor.ne[2] - 1) * tensor.nb[2] + row_size
+        rows = n_rows - first_row if n_row is None else n_row
+        span = (rows - 1) * row_stride + (n_planes - 1) * plane_stride + row_size
         raw = np.empty(span, dtype=np.uint8)
         self._library.ggml_backend_tensor_get(
-            ctypes.byref(tensor),
-            raw.ctypes.data_as(ctypes.c_void_p),
-            first_row * tensor.nb[1],
-            span,
+            ctypes.byref(tensor), raw.ctypes.data, first_row * row_stride, span
         )
-        strided = np.lib.stride_tricks.as_strided(
-            raw, (tensor.ne[2], rows, row_size), (tensor.nb[2], tensor.nb[1], 1), writeable=False
+        strided: NDArray[np.uint8] = np.ndarray(
+            (n_planes, rows, row_size), np.uint8, raw, strides=(plane_stride, row_stride, 1)
         )
-        return decode_rows(np.ascontiguousarray(strided), self.type_name(tensor.type))
+        return decode_rows(np.ascontiguousarray(strided), name)
+
+    def open(self, tensor: Tensor) -> NDArray[np.float32]:
+        """Return a whole float32 tensor as ``[ne2, ne1, ne0]``, to be changed and given to `write`.
+
+        It is the engine's own memory where that can be written to from here, else a copy.
+        """
+        if not self._library.ggml_backend_buffer_is_host(tensor.buffer):
+            return np.asarray(self.read(tensor), dtype=np.float32)
+        self._require_whole(tensor, math.prod(tensor.ne))
+        memory = (ctypes.c_char * (4 * math.prod(tensor.ne))).from_address(tensor.data)
+        return np.ndarray(tensor.ne[2::-1], np.float32, memoryview(memory))
 
     def write(self, tensor: Tensor, values: NDArray[np.float32]) -> None:
         """Put other values, in the order of ``[ne2, ne1, ne0]``, into a whole float32 tensor.
@@ -163,17 +199,12 @@ class Ggml:
         Raises:
             EngineError: the tensor holds another type, has gaps, or another number of values.
         """
-        row = tensor.ne[0] * 4
-        whole = tensor.nb[0] == 4 and tensor.nb[1] == row and tensor.nb[2] == row * tensor.ne[1]
-        length = tensor.ne[0] * tensor.ne[1] * tensor.ne[2] * tensor.ne[3]
-        if self.type_name(tensor.type) != "f32" or not whole or length != values.size:
-            raise EngineError(
-                f"tensor {tensor.name.decode()!r} ({self.type_name(tensor.type)}, {length} values) "
-                f"cannot take {values.size} float32 values in one piece."
-            )
+        self._require_whole(tensor, values.size)
         data = np.ascontiguousarray(values, dtype=np.float32)
+        if data.ctypes.data == tensor.data:  # `open` gave its own memory
+            return
         self._library.ggml_backend_tensor_set(
-            ctypes.byref(tensor), data.ctypes.data_as(ctypes.c_void_p), 0, data.nbytes
+            ctypes.byref(tensor), data.ctypes.data, 0, data.nbytes
         )
 
 

@@ -84,8 +84,9 @@ class AttentionNode:
     ``read_keys(start, stop)`` copies cells of the cache, ``[n_head_kv, stop - start, head_dim]``,
     both in the basis of the cache.
 
-    Without flash attention ``read_softmax()`` copies the weights, ``[n_head, n_cell]`` float32, and
-    ``write_softmax(weights)`` puts others in their place. With it, these are None, and
+    Without flash attention ``open_softmax()`` returns the weights, ``[n_head, n_cell]`` float32, to
+    be changed in place and given to ``write_softmax(weights)``: on the CPU they are the engine's
+    own memory, else a copy. With flash attention both are None, and
     ``read_values(start, stop)`` copies cells of V, ``[n_head_kv, stop - start, d_v]``, and
     ``write_output(output)`` replaces what the heads put out, ``[n_head, d_v]`` float32 in the basis
     of that V. All work during ``on_node`` only.
@@ -94,7 +95,7 @@ class AttentionNode:
     ordinal: int
     queries: NDArray[np.float32]
     read_keys: Callable[[int, int], FloatArray]
-    read_softmax: Callable[[], NDArray[np.float32]] | None = None
+    open_softmax: Callable[[], NDArray[np.float32]] | None = None
     write_softmax: Callable[[NDArray[np.float32]], None] | None = None
     read_values: Callable[[int, int], FloatArray] | None = None
     write_output: Callable[[NDArray[np.float32]], None] | None = None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_kvgate.engine.ggml import FloatArray, Ggml, Tensor, source
-from pytest_kvgate.engine.logits import find_product, multiplies_cache
+from pytest_kvgate.engine.logits import multiplies_cache
 from pytest_kvgate.engine.reads import AttentionNode
 
 
@@ -55,17 +55,18 @@ class Steering:
 
     def _unfused(self, node: Tensor) -> AttentionNode | None:
         """Return what a ``SOFT_MAX`` node hands over; None where it is not over a cache."""
-        product, _, _ = find_product(self._ggml, node)
-        if product is None:
+        product = source(node, 0)
+        while product is not None and ctypes.addressof(product) not in self._queries:
+            product = source(product, 0)  # behind a scale and a softcap
+        keys = None if product is None else source(product, 0)
+        if product is None or keys is None:
             return None
-        keys, queries = source(product, 0), self._queries.get(ctypes.addressof(product))
-        if keys is None or queries is None:
-            return None
+        queries = self._queries[ctypes.addressof(product)]
         return AttentionNode(
             ordinal=self.count,
             queries=queries,
             read_keys=self._reader(keys),
-            read_softmax=lambda: self._heads(node),
+            open_softmax=lambda: self._ggml.open(node)[:, 0],
             write_softmax=lambda weights: self._ggml.write(node, weights),
         )
 
