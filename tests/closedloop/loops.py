@@ -94,6 +94,13 @@ class Edited:
     values: FloatArray | None
     output: Floats | None
 
+    @property
+    def softmax(self) -> tuple[Floats, Floats]:
+        """The softmax of the visible positions before and after, ``[n_head, n_visible]``."""
+        assert self.before is not None
+        assert self.after is not None
+        return self.before[:, : self.n_visible], self.after[:, : self.n_visible]
+
 
 @dataclass
 class Watch:
@@ -109,8 +116,7 @@ class Watch:
         return loop.run(variant)
 
     def clear(self) -> None:
-        self.decoded.clear()
-        self.edited.clear()
+        self.decoded, self.edited = [], []
 
     @property
     def logits(self) -> list[Floats]:

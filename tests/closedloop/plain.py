@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.plain import TOKEN_ORACLE, budget_pages, eligible_pages
 
-Reals = NDArray[np.floating[Any]]
+Reals = NDArray[np.float64]
 
 #: Page selectors that depend on the query or the position alone, and the two oracles.
 SELECTORS = (
@@ -184,7 +183,7 @@ class PlainLlama:
         return [self._step(token, selection, dense_layers) for token in tokens]
 
     def _step(self, token: int, selection: Selection | None, dense_layers: Sequence[int]) -> Reals:
-        x = self.tensors["token_embd.weight"][token]
+        x: Reals = self.tensors["token_embd.weight"][token]
         for layer in range(self.n_layer):
             chosen = None if layer in dense_layers else selection
             x = x + self._attend(layer, self._norm(x, f"blk.{layer}.attn_norm"), chosen)

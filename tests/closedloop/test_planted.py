@@ -121,6 +121,7 @@ def test_only_what_is_kept_and_what_is_free_is_attended_to(
         dense = planted.logits(tokens, np.ones_like(visible))
         divergences.append(divergence(dense, expected))
     np.testing.assert_allclose(run.effects.kl, divergences, rtol=1e-4, atol=1e-7)
+    assert run.coverage is not None
     assert run.coverage == pytest.approx(np.mean(coverage), abs=1e-6)
     assert run.layers[0].lost == pytest.approx(sum(lost), abs=1e-5)
     # neither everything nor nothing was kept, and it shows
@@ -155,5 +156,5 @@ def test_where_v_is_zero_no_selection_matters(
     assert run.effects.agrees.all()
     for logits in watch.logits:
         np.testing.assert_allclose(logits, silent.own * 8, atol=1e-6)
-    hidden = [(node.after[:, : node.n_visible] == 0).any() for node in watch.edited]
+    hidden = [(node.softmax[1] == 0).any() for node in watch.edited]
     assert hidden == [budget < 1] * N_STEP
