@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pytest_kvgate.analysis.effects import Variant
-from pytest_kvgate.closedloop import LoopSettings
+from pytest_kvgate.closedloop import ClosedLoopError, LoopSettings
 from tests.closedloop.loops import Watch, follow, open_loop
 from tests.closedloop.plain import divergence
 from tests.closedloop.planted import GROUP, N_HEAD, N_HEAD_KV, Planted
@@ -158,3 +158,21 @@ def test_where_v_is_zero_no_selection_matters(
         np.testing.assert_allclose(logits, silent.own * 8, atol=1e-6)
     hidden = [(node.softmax[1] == 0).any() for node in watch.edited]
     assert hidden == [budget < 1] * N_STEP
+
+
+def test_where_nothing_that_is_kept_has_any_weight_the_run_is_refused(
+    planted: Planted, tmp_path: Path
+) -> None:
+    """Nothing is free, the hot pages take all of the softmax, and recency keeps others."""
+    steep = replace(planted, strengths=planted.strengths * 1000, prompt=planted.prompt[:-1])
+    settings = replace(SETTINGS, sinks=0, recent=0)
+    oracle = Variant(PAGE_SIZE, BUDGET, "oracle")
+    model = steep.write(tmp_path / "steep.gguf")
+    with open_loop(model, steep.prompt, follow([QUERY] * (N_STEP + 1)), settings) as loop:
+        expected = loop.run(oracle)
+        with pytest.raises(ClosedLoopError, match=r"layer 0: nothing that is kept .* 64 tokens"):
+            loop.run(Variant(PAGE_SIZE, BUDGET, "recency"))
+        found = loop.run(oracle)
+    np.testing.assert_array_equal(found.effects.kl, expected.effects.kl)
+    assert found.layers == expected.layers
+    assert expected.coverage == pytest.approx(1)
