@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import SOFTMAX_TOLERANCE
 from pytest_kvgate.analysis.masses import group_masses, single_precision
+from pytest_kvgate.analysis.verification import FLASH_TOLERANCES, OUTPUT_TOLERANCE, WEIGHT_STEP
 from pytest_kvgate.closedloop.errors import ClosedLoopError
-from pytest_kvgate.engine import AttentionRead, Context, visible_span
+from pytest_kvgate.engine import AttentionRead, Context, ValueRead, visible_span
 from pytest_kvgate.engine.basis import alibi_slopes, product_roundings
 from pytest_kvgate.trace import FloatArray, Layer, TraceError
 
+READ_WRONGLY = "so the cache is read wrongly and no selection can be believed."
 NATIVELY_SPARSE = (
     "this model's attention is natively sparse: for each query an indexer of its own selects what "
     "it attends to. What a pager would do beside that is not defined, so there is no closed loop."
@@ -67,15 +69,19 @@ class AttentionLayer:
         return np.concatenate(masses)
 
 
-def learn_layers(context: Context, token: int, sliding_window: int) -> list[AttentionLayer]:
+def learn_layers(
+    context: Context, token: int, sliding_window: int, fused_type: str | None
+) -> list[AttentionLayer]:
     """Decode one token, and return what its attention nodes are, in the order of the graph.
 
-    Every softmax is recomputed from q and K on the way, as a capture's is.
+    Every softmax is recomputed from q and K on the way, as a capture's is. With flash attention
+    there is none, so the output is, with V.
 
     Args:
         context: holds the tokens before this one; the caller rewinds it.
         token: any token.
         sliding_window: that of the model, in tokens; 0 for none.
+        fused_type: the data type of the V cache with flash attention; None without.
 
     Raises:
         ClosedLoopError: the model is natively sparse, has nothing to page, or is read wrongly.
@@ -83,6 +89,7 @@ def learn_layers(context: Context, token: int, sliding_window: int) -> list[Atte
     """
     n_visible = context.n_token + 1
     layers: list[AttentionLayer] = []
+    reads: list[AttentionRead] = []
 
     def take(read: AttentionRead) -> None:
         if read.top_k is not None:
@@ -91,8 +98,14 @@ def learn_layers(context: Context, token: int, sliding_window: int) -> list[Atte
         if layer.paged and read.read_softmax is not None:
             _check(layer, read, n_visible)
         layers.append(layer)
+        reads[:] = [read]
 
-    context.hook.arm(take)
+    def take_values(values: ValueRead) -> None:  # at once after the node's `take`
+        if layers[-1].paged:
+            tolerance = FLASH_TOLERANCES.get(str(fused_type), OUTPUT_TOLERANCE)
+            _check_output(layers[-1], reads[0], values, n_visible, tolerance)
+
+    context.hook.arm(take, None if fused_type is None else take_values)
     context.decode([token])
     context.hook.disarm()
     if not any(layer.paged for layer in layers):
@@ -130,18 +143,50 @@ def _layer(read: AttentionRead, *, paged: bool) -> AttentionLayer:
 
 def _check(layer: AttentionLayer, read: AttentionRead, n_visible: int) -> None:
     assert read.read_softmax is not None
-    keys = single_precision(read.read_keys(n_visible))
     expected = read.read_softmax()[:, :n_visible]
-    try:
-        error = min(
-            float(np.abs(layer.softmax(queries, keys) - expected).max())
-            for queries in layer.product_queries(read.queries)
-        )
-    except TraceError as broken:
-        raise ClosedLoopError(f"{broken}") from broken
+    error = min(
+        float(np.abs(weights - expected).max()) for weights in _recomputed(layer, read, n_visible)
+    )
     if not error <= SOFTMAX_TOLERANCE:
         raise ClosedLoopError(
             f"layer {layer.index}: the softmax recomputed from q and K and the model's own differ "
-            f"by {error:.2g}, where {SOFTMAX_TOLERANCE:g} is tolerated, so the cache is read "
-            "wrongly and no selection can be believed."
+            f"by {error:.2g}, where {SOFTMAX_TOLERANCE:g} is tolerated, {READ_WRONGLY}"
         )
+
+
+def _check_output(
+    layer: AttentionLayer,
+    read: AttentionRead,
+    values: ValueRead,
+    n_visible: int,
+    tolerance: float,
+) -> None:
+    """Compare the heads' output with the recomputed one, as `verify_capture` does."""
+    cells = single_precision(values.read_values(n_visible))
+    expected = values.read_output()
+    resolved = WEIGHT_STEP / OUTPUT_TOLERANCE * np.linalg.norm(cells)
+    size = np.maximum(np.linalg.norm(expected, axis=1), resolved)
+    errors = []
+    for weights in _recomputed(layer, read, n_visible):
+        output = (weights.reshape(len(cells), -1, n_visible) @ cells).reshape(expected.shape)
+        distance = np.linalg.norm(output - expected, axis=1)
+        relative = np.where(distance == 0, 0.0, np.inf)  # only a V of zeros has no size
+        np.divide(distance, size, out=relative, where=size > 0)
+        errors.append(float(relative.max()))
+    if not min(errors) <= tolerance:
+        raise ClosedLoopError(
+            f"layer {layer.index}: the attention output recomputed from q, K and V and the model's "
+            f"own differ by {min(errors):.2g} of its length, where {tolerance:g} is tolerated, "
+            f"{READ_WRONGLY}"
+        )
+
+
+def _recomputed(
+    layer: AttentionLayer, read: AttentionRead, n_visible: int
+) -> list[NDArray[np.float32]]:
+    """Return the softmax by each way to round q, ``[n_head, n_visible]``."""
+    keys = single_precision(read.read_keys(n_visible))
+    try:
+        return [layer.softmax(queries, keys) for queries in layer.product_queries(read.queries)]
+    except TraceError as broken:
+        raise ClosedLoopError(f"{broken}") from broken

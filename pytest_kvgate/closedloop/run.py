@@ -84,7 +84,12 @@ class Loop:
         logits = self._context.decode(tokens[: self._n_start])
         self._start = self._context.checkpoint()
         tail = list(tokens[self._n_start :])
-        self.layers = learn_layers(self._context, [*tail, 0][0], engine.sliding_window)
+        self.layers = learn_layers(
+            self._context,
+            [*tail, 0][0],
+            engine.sliding_window,
+            engine.cache_type_v if self._fused else None,
+        )
         self._cells = SparseCells(self.layers, settings.grid, n_last)
         self._inputs: list[int] = []
         self._context.rewind(self._start)

@@ -124,6 +124,37 @@ def test_errors_of_earlier_layers_and_steps_add_up(tiny_llama: Path) -> None:
     assert np.abs(difference).min() > 0
 
 
+@pytest.mark.parametrize(
+    ("page_size", "sinks", "recent", "budget"),
+    [
+        (1, 3, 7, 0.02),  # single tokens
+        (5, 0, 0.05, 0.05),  # the first tokens may be hidden
+        (4, 4, 0, 0.03),  # and here the query's own, at the end of a page
+        (32, 32, 0.3, 0.21),  # the recent window leaves three pages, of which one is kept
+        (16, 8, 1, 0.9),  # more pages than are eligible
+    ],
+)
+@pytest.mark.parametrize("selector", ["oracle", "quest", "token-oracle"])
+def test_any_page_grid_is_that_of_the_definitions(
+    tiny_llama: Path,
+    watch: Watch,
+    selector: str,
+    page_size: int,
+    sinks: int,
+    recent: float,
+    budget: float,
+) -> None:
+    variant = Variant(page_size, budget, selector)
+    settings = replace(SETTINGS, sinks=sinks, recent=recent)
+    plain = read(tiny_llama, len(PROMPT)).branch()
+    expected = plain.run(INPUTS, selection(variant, settings))
+    with open_loop(tiny_llama, settings=settings) as loop:
+        run = watch.run(loop, variant)
+    np.testing.assert_allclose(watch.logits, expected, atol=TOLERANCE)
+    units = [value for share in plain.shares.values() for value in share.coverage]
+    assert run.coverage == pytest.approx(np.mean(units), abs=1e-5)
+
+
 @pytest.mark.parametrize("tail", [1, 7])
 def test_a_sparse_tail_begins_within_the_prompt(tiny_llama: Path, watch: Watch, tail: int) -> None:
     settings = replace(SETTINGS, sparse_tail=tail)

@@ -132,12 +132,20 @@ def test_a_rounded_or_rotated_cache_is_scored_in_the_basis_of_the_model(
 
 
 @pytest.mark.parametrize("dense_layers", [(1,), (3,), (1, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "shared"),
+    [("gemma4", (3,)), ("qwen35", ())],  # of qwen35 the first attention node is that of layer 1
+)
 def test_dense_layers_are_left_as_they_are(
-    tiny: Callable[[str], Path], watch: Watch, dense_layers: tuple[int, ...]
+    tiny: Callable[[str], Path],
+    watch: Watch,
+    architecture: str,
+    shared: tuple[int, ...],
+    dense_layers: tuple[int, ...],
 ) -> None:
-    with open_loop(tiny("gemma4")) as loop:
+    with open_loop(tiny(architecture)) as loop:
         variant = Variant(PAGE_SIZE, BUDGET, "oracle", dense_layers)
-        check_run(watch, loop, watch.run(loop, variant), variant, (3,), "f32")
+        check_run(watch, loop, watch.run(loop, variant), variant, shared, "f32")
 
 
 def test_a_learned_sink_keeps_its_share_beside_what_is_kept(

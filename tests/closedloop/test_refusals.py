@@ -6,13 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pytest_kvgate.closedloop import ClosedLoopError
+from pytest_kvgate.closedloop.layers import AttentionLayer
 from pytest_kvgate.engine import EngineError, EngineSettings
-from tests.closedloop.loops import CONTINUATION, F16, F32, PROMPT, SETTINGS, follow, open_loop
+from tests.closedloop.loops import (
+    CONTINUATION,
+    F16,
+    F32,
+    PROMPT,
+    SETTINGS,
+    Floats,
+    follow,
+    open_loop,
+)
 from tests.models import WINDOW, Shape, tiny_model
 from tests.sparse_models import compressed_model, sparse_model
+
+Softmax = Callable[[AttentionLayer, Floats, Floats], Floats]
 
 FEW = replace(SETTINGS, n_token=2)
 ENGINES = {"unfused": F16, "fused": replace(F16, flash_attention=True)}
@@ -106,3 +119,60 @@ def test_a_tail_as_long_as_the_prompt_is_refused(tiny: Callable[[str], Path]) ->
 def test_an_empty_prompt_is_refused(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(ClosedLoopError, match="the prompt"), open_loop(tiny("llama"), []):
         pass
+
+
+def shifted_heads(
+    layer: AttentionLayer, queries: Floats, keys: Floats, softmax: Softmax = AttentionLayer.softmax
+) -> Floats:
+    return softmax(layer, np.roll(queries, 2, axis=0), keys)
+
+
+def shifted_positions(
+    layer: AttentionLayer, queries: Floats, keys: Floats, softmax: Softmax = AttentionLayer.softmax
+) -> Floats:
+    return softmax(layer, queries, np.roll(keys, 1, axis=1))
+
+
+def other_scale(
+    layer: AttentionLayer, queries: Floats, keys: Floats, softmax: Softmax = AttentionLayer.softmax
+) -> Floats:
+    return softmax(layer, queries * 2, keys)
+
+
+def not_finite(
+    layer: AttentionLayer, queries: Floats, keys: Floats, softmax: Softmax = AttentionLayer.softmax
+) -> Floats:
+    return softmax(layer, queries, keys * np.float32(np.inf))
+
+
+@pytest.mark.parametrize(
+    ("engine", "what"),
+    [
+        (F32, "softmax recomputed from q and K"),
+        (replace(F16, flash_attention=True), "attention output recomputed from q, K and V"),
+        (
+            replace(F16, flash_attention=True, cache_type_k="q8_0", cache_type_v="q8_0"),
+            "attention output recomputed from q, K and V",
+        ),
+    ],
+    ids=["unfused", "f16", "q8_0"],
+)
+@pytest.mark.parametrize("wrong", [shifted_heads, shifted_positions, other_scale])
+def test_a_cache_that_is_read_wrongly_is_refused(
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: Softmax,
+    engine: EngineSettings,
+    what: str,
+) -> None:
+    """With flash attention, too, where there is no softmax to compare with."""
+    monkeypatch.setattr(AttentionLayer, "softmax", wrong)
+    refuse(tiny("llama"), ClosedLoopError, f"layer 0: the {what} .* read wrongly", engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_keys_that_are_no_numbers_are_refused(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, engine: EngineSettings
+) -> None:
+    monkeypatch.setattr(AttentionLayer, "softmax", not_finite)
+    refuse(tiny("llama"), ClosedLoopError, "finite", engine=engine)
