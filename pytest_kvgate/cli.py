@@ -254,7 +254,7 @@ def _profile(parsed: argparse.Namespace) -> int:
         plan=Plan(parsed.budgets, selectors, pool=parsed.pool),
         folder=Path(),
     )
-    session = GateSession(evidence, trace_subjects(parsed.traces), swept, parsed.link)
+    session = GateSession(evidence, trace_subjects(parsed.traces), sweep=swept, link=parsed.link)
     documents = [session.describe(subject, parsed.page_size) for subject in session.subjects]
     for line in summary_lines(documents, [], [], verbose=parsed.verbose):
         print(line)

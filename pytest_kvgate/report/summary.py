@@ -17,9 +17,10 @@ from pytest_kvgate.analysis.wording import (
 )
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
+from pytest_kvgate.report.loops import loop_lines
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
 from pytest_kvgate.report.verification import layer_error_lines
-from pytest_kvgate.report.wording import NAMES, gate_scope, measured
+from pytest_kvgate.report.wording import COSTS, NAMES, gate_scope, measured
 
 #: Columns that the name of a model or a workload may take.
 LONGEST_NAME = 80
@@ -59,7 +60,7 @@ def profile_lines(document: Document, *, verbose: bool = False) -> Iterator[str]
     parts = [*verified, _coverage(document)]
     if len(document["traces"]) > 1:
         parts.append(_alone(document))
-    parts += [_gap(document), _dense(document)]
+    parts += [_gap(document), _dense(document), loop_lines(document)]
     if verbose:
         parts += detail_blocks(document)
     if document["skipped_units"]:
@@ -99,7 +100,7 @@ def _checks(gate: Mapping[str, Any]) -> str:
         )
         kind = {"coverage": "", "required_budget": f"budget for {gate['coverage']}: "}
         name = kind.get(measure, f"{NAMES[measure]}: ")
-        bound = "allowed" if measure in ("output_error", "required_budget") else "required"
+        bound = "allowed" if measure in (*COSTS, "required_budget") else "required"
         texts.append(f"{name}{values}; {bound} {measured(measure, checks[0]['required'])}")
     return "; ".join(texts)
 

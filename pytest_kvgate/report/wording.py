@@ -14,14 +14,19 @@ NAMES = {
     "output_error": "output error",
     "hit_rate": "hit rate",
     "required_budget": "required budget",
+    "kl": "KL",
+    "top1": "top-1 agreement",
+    "nll_increase": "NLL increase",
 }
+#: Measures of which less is better; they are cut upwards.
+COSTS = ("output_error", "kl", "nll_increase")
 
 
 def measured(measure: str, value: float | None) -> str:
     """Write a number of a gate: a budget as a percentage, an error cut upwards, else a share."""
     if measure == "required_budget":
         return UNDEFINED if value is None else percent(value)
-    return cost(value) if measure == "output_error" else share(value)
+    return cost(value) if measure in COSTS else share(value)
 
 
 def bytes_text(value: float | None) -> str:
@@ -40,6 +45,8 @@ def gate_scope(gate: Mapping[str, Any]) -> str:
     text = {"mean": "", "worst-layer": ", worst layer", "p05": ", worst 5% of units"}[gate["scope"]]
     if gate["layers"] is not None:
         text += f", layers {ranges(gate['layers'])}"
+    if gate["kept_dense"]:
+        text += f", layers {ranges(gate['kept_dense'])} dense"
     if gate["confidence"] is not None:
         text += f", confidence {percent(gate['confidence'])}"
     return text

@@ -64,8 +64,8 @@ class TestGateFromArguments:
         assert refused(0.02, 0.95) == (
             "kvgate() got the positional argument 0.02; name every argument, as in "
             "kvgate(budget=0.02, min_coverage=0.95). Accepted: budget, min_coverage, "
-            "min_total_mass, max_output_error, min_hit_rate, max_budget, coverage, selector, "
-            "page_size, scope, layers, confidence."
+            "min_total_mass, max_output_error, min_hit_rate, max_kl, min_top1, max_nll_increase, "
+            "max_budget, coverage, selector, page_size, scope, layers, dense_layers, confidence."
         )
 
     def test_an_unknown_argument(self) -> None:
