@@ -292,13 +292,16 @@ def _note_on_ignored_end(trace: Trace) -> str:
 
 
 def _notes_on_intervals(checks: Iterable[Check]) -> Iterator[str]:
-    found = next((check.interval for check in checks if check.interval is not None), None)
-    if found is None:
+    first = next((check for check in checks if check.interval is not None), None)
+    if first is None or first.interval is None:
         return
+    found, drawn = first.interval, str(first.interval.drawn)
+    if drawn == "steps" and first.demand.effect is not None:
+        drawn = "tokens"
     if found.n < FEW:
-        yield f"the interval rests on {found.n} {found.drawn} only"
+        yield f"the interval rests on {found.n} {drawn} only"
     if found.drawn == "steps":
         yield (
-            "the interval is over steps of the captured texts; they resemble each other, so it "
+            f"the interval is over {drawn} of the captured texts; they resemble each other, so it "
             "says less of other texts than several prompts would"
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pytest_kvgate.analysis import Profile
 from pytest_kvgate.analysis.effects import ClosedLoop, EffectMeasure, LoopRun
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
-from pytest_kvgate.analysis.wording import cost, part, percent, ranges, share
+from pytest_kvgate.analysis.wording import nats, part, percent, share, which_layers
 from pytest_kvgate.gate.model import Check, Demand, Gate
 from pytest_kvgate.gate.observation import observe
 from pytest_kvgate.gate.reasons import two_digits
@@ -41,9 +41,11 @@ def effect_open_reason(gate: Gate, profile: Profile, loop: ClosedLoop, check: Ch
     if distance > 1e-9:
         wanted = max(found.n + 1, two_digits(found.n * (half / distance) ** 2))
         advice = f" If the number stays where it is, about {wanted} {drawn} would settle it."
+    inside = found.low <= check.required <= found.high
+    what = "holds the threshold" if inside else "lies on the other side of the threshold"
     return (
         f"{text}, but the {percent(found.confidence)} interval [{part(found.low)}, "
-        f"{part(found.high)}] over {found.n} {drawn} holds the threshold "
+        f"{part(found.high)}] over {found.n} {drawn} {what} "
         f"{check.required:g}.{advice}"
     )
 
@@ -107,6 +109,11 @@ def effect_notes(
                 )
     coverages = [check for check in checks if check.demand.measure == "coverage"]
     effects = [check for check in checks if check.demand.effect is not None]
+    if effects and loop.sparse_tail == 0 and all(check.passed for check in effects):
+        yield (
+            "the prompt was read densely; --kvgate-sparse-tail reads its end under the selection, "
+            "too"
+        )
     if not coverages or not effects:
         return
     missed = [check for check in coverages if not check.passed]
@@ -121,11 +128,6 @@ def effect_notes(
         yield (
             f"the coverage threshold of {coverages[0].required:g} is met, and yet next tokens "
             "change by more than is allowed: it may be too lax for this model"
-        )
-    if loop.sparse_tail == 0:
-        yield (
-            "the prompt was read densely; --kvgate-sparse-tail reads its end under the selection, "
-            "too"
         )
 
 
@@ -142,7 +144,7 @@ _NAMES: dict[EffectMeasure, str] = {
 
 
 def _measured(effect: EffectMeasure, value: float) -> str:
-    return share(value) if effect == "top1" else cost(value)
+    return share(value) if effect == "top1" else nats(value)
 
 
 def _run(gate: Gate, profile: Profile, loop: ClosedLoop, selector: str) -> LoopRun:
@@ -162,7 +164,7 @@ def _found(gate: Gate, profile: Profile, loop: ClosedLoop, check: Check) -> str:
     run = _run(gate, profile, loop, check.selector)
     held = "" if run.coverage is None else f" (coverage {share(run.coverage)} in the same run)"
     assert gate.budget is not None
-    dense = f", layers {ranges(gate.dense_layers)} dense" if gate.dense_layers else ""
+    dense = f", {which_layers(gate.dense_layers)} dense" if gate.dense_layers else ""
     return f"{what} at a budget of {percent(gate.budget)}{dense}{held}"
 
 

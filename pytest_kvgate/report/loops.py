@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_kvgate.analysis.effects import ClosedLoop, TokenEffects, Variant
-from pytest_kvgate.analysis.wording import UNDEFINED, cost, part, percent, ranges, share
+from pytest_kvgate.analysis.wording import UNDEFINED, nats, part, percent, share, which_layers
+from pytest_kvgate.report.document import TABLES
 from pytest_kvgate.report.tables import table, wrap
 
 Row = dict[str, Any]
@@ -26,6 +27,18 @@ def loop_document(loop: ClosedLoop, page_size: int) -> Row:
             "noise_top1": loop.noise.mean("top1"),
             "noise_nll_increase": loop.noise.mean("nll_increase"),
         },
+    }
+
+
+def loop_only_document(subject: str, settings: Mapping[str, Any], loop: ClosedLoop) -> Row:
+    """Return the document of a closed loop that no profile stands beside."""
+    return {
+        "subject": subject,
+        "settings": dict(settings),
+        **{key: [] for key in ("traces", *TABLES)},
+        "attention": {"support": None, "hottest": None, "eligible_mass": None},
+        "skipped_units": 0,
+        **loop_document(loop, settings["page_size"]),
     }
 
 
@@ -70,9 +83,10 @@ def loop_lines(document: Mapping[str, Any]) -> Iterator[str]:
     headers = ["closed loop", "coverage", "KL", "95% interval", "top-1", "NLL increase", ""]
     texts = [_cells(row) for row in rows]
     yield from table(texts, headers, ("left", *["right"] * 5, "left"))
-    for row in rows:
-        if row["undefined"] is not None:
-            yield from wrap(f"{_name(row)}: {row['undefined']}.", "  ")
+    for reason in dict.fromkeys(row["undefined"] for row in rows):
+        if reason is not None:
+            names = ", ".join(_name(row) for row in rows if row["undefined"] == reason)
+            yield from wrap(f"{names}: {reason.rstrip('.')}.", "  ")
 
 
 def _headline(run: Mapping[str, Any]) -> str:
@@ -85,13 +99,17 @@ def _headline(run: Mapping[str, Any]) -> str:
         past_end = f"; END OF TEXT IGNORED from decode step {run['eos_ignored_from']} on"
     return (
         f"closed loop: {run['n_tokens']} predicted tokens, sparse from {since} on; dense NLL "
-        f"{part(run['nll_dense'])}. Noise, by {by}: KL {cost(run['noise_floor'])}, top-1 "
-        f"{share(run['noise_top1'])}, NLL {run['noise_nll_increase']:+.4f}{past_end}"
+        f"{part(run['nll_dense'])}. Noise, by {by}: KL {nats(run['noise_floor'])}, top-1 "
+        f"{share(run['noise_top1'])}, NLL {_signed(run['noise_nll_increase'])}{past_end}"
     )
 
 
+def _signed(value: float) -> str:
+    return ("+" if value >= 0 else "") + nats(value)
+
+
 def _name(row: Mapping[str, Any]) -> str:
-    dense = f", {ranges(row['dense_layers'])} dense" if row["dense_layers"] else ""
+    dense = f", {which_layers(row['dense_layers'])} dense" if row["dense_layers"] else ""
     return f"{percent(row['budget'])} {row['selector']}{dense}"
 
 
@@ -102,9 +120,9 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [
         _name(row),
         share(row["coverage"]),
-        cost(row["kl"]),
-        UNDEFINED if interval is None else f"{interval[0]:.4f}..{interval[1]:.4f}",
+        nats(row["kl"]),
+        UNDEFINED if interval is None else f"{nats(interval[0])}..{nats(interval[1])}",
         share(row["top1"]),
-        f"{row['nll_increase']:+.4f}",
+        _signed(row["nll_increase"]),
         "noise" if row["kl"] <= row["noise_floor"] else "",
     ]
