@@ -184,7 +184,7 @@ class Loop:
             logits = context.decode([token])
         else:
             edit.begin(context.n_token + 1)
-            context.hook.steer(edit.edit)
+            context.hook.steer(edit.edit, with_queries=edit.needs_queries)
             logits = context.decode([token])
             if context.hook.release() != len(self.layers):
                 raise ClosedLoopError(COMES_AND_GOES)

@@ -80,6 +80,12 @@ class SparseRun:
         self._pages = StepPages(1, 0, 0, 0)
         self._tally = Tally()
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether pages are selected by q; the oracles select by the softmax itself."""
+        variant = self._variant
+        return variant is not None and variant.selector not in (ORACLE, TOKEN_ORACLE)
+
     def begin(self, n_visible: int) -> None:
         """Open a decode step that sees so many positions."""
         self._tally.close_step()
@@ -131,6 +137,7 @@ class SparseRun:
         """Return the softmax of the node, ``[n_head, n_token or more]``."""
         if node.open_softmax is not None:
             return node.open_softmax()
+        assert node.queries is not None
         keys = self._cells.keys[node.ordinal].cells(node.read_keys, self._n_visible)
         return layer.softmax(layer.product_queries(node.queries)[-1], keys)
 
@@ -165,6 +172,7 @@ class SparseRun:
         self, layer: AttentionLayer, node: AttentionNode, selector: Selector
     ) -> NDArray[np.float32]:
         """Return a selector's score of every eligible page, ``[n_head_kv, n_page]`` float32."""
+        assert node.queries is not None
         store = self._cells.pages(self._pages.size)[node.ordinal]
         queries = model_basis(node.queries, layer.rotation)
         by_group = queries.reshape(layer.terms.n_head_kv, 1, -1, queries.shape[-1])

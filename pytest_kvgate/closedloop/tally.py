@@ -41,7 +41,8 @@ class Tally:
         self._layers += [layer] * len(masses)
         self._masses.append(masses)
         self._kept.append(kept)
-        self._totals.append(weights.sum(axis=1).reshape(len(masses), -1))
+        ones = np.ones(weights.shape[1], dtype=np.float32)
+        self._totals.append((weights @ ones).reshape(len(masses), -1))
 
     def close_step(self) -> None:
         """Add up what was taken since the last call."""

@@ -84,9 +84,12 @@ class AttentionHook:
         """Report the output of every attention node from now on, in the order of the graph."""
         self._on_output = on_output
 
-    def steer(self, on_node: Callable[[AttentionNode], None]) -> None:
-        """Hand over the attention nodes of the next decode step, to be changed."""
-        self._steering = Steering(self._ggml, on_node)
+    def steer(self, on_node: Callable[[AttentionNode], None], *, with_queries: bool) -> None:
+        """Hand over the attention nodes of the next decode step, to be changed.
+
+        ``with_queries`` is whether their q is needed; with flash attention it comes in any case.
+        """
+        self._steering = Steering(self._ggml, on_node, with_queries=with_queries)
 
     def release(self) -> int:
         """Stop handing over; return how many attention nodes were seen."""

@@ -80,9 +80,9 @@ class AttentionNode:
     """One attention node of a decode step, to be changed before the graph goes on.
 
     ``ordinal`` is its place among the attention nodes of the step, from 0 in the order of the
-    graph. ``queries`` is ``[n_head, head_dim]`` float32 as the product received it, and
-    ``read_keys(start, stop)`` copies cells of the cache, ``[n_head_kv, stop - start, head_dim]``,
-    both in the basis of the cache.
+    graph. ``queries`` is ``[n_head, head_dim]`` float32 as the product received it, None where they
+    were not asked for, and ``read_keys(start, stop)`` copies cells of the cache, ``[n_head_kv, stop
+    - start, head_dim]``, both in the basis of the cache.
 
     Without flash attention ``open_softmax()`` returns the weights, ``[n_head, n_cell]`` float32, to
     be changed in place and given to ``write_softmax(weights)``: on the CPU they are the engine's
@@ -93,7 +93,7 @@ class AttentionNode:
     """
 
     ordinal: int
-    queries: NDArray[np.float32]
+    queries: NDArray[np.float32] | None
     read_keys: Callable[[int, int], FloatArray]
     open_softmax: Callable[[], NDArray[np.float32]] | None = None
     write_softmax: Callable[[NDArray[np.float32]], None] | None = None
