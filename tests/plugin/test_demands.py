@@ -52,7 +52,7 @@ GO = {
     ),
     "layers": (
         "budget=0.25, min_coverage=0.35, layers=[1]",
-        "32-token pages, layers 1: oracle 0.4102, landmark 0.3735; required 0.3500",
+        "32-token pages, layer 1: oracle 0.4102, landmark 0.3735; required 0.3500",
     ),
     "quest": (
         "budget=0.25, min_coverage=0.35, selector='quest'",
