@@ -90,7 +90,9 @@ class Loop:
         self._context.rewind(self._start)
         with one_blas_thread():
             self._dense = self._run_dense(tail, logits, next_token)
-            self.noise = self._dense.effects(self._replayed(None if self._fused else self._edit()))
+            self.noise = self._dense.effects(
+                self.dense_logits() if self._fused else self._replayed(self._edit())
+            )
 
     @property
     def paged_layers(self) -> tuple[int, ...]:
@@ -141,6 +143,10 @@ class Loop:
         with one_blas_thread():
             effects = self._dense.effects(self._replayed(edit))
         return LoopRun(effects, edit.shares)
+
+    def dense_logits(self) -> Iterator[NDArray[np.float32]]:
+        """Decode the same tokens with the engine's own attention; yield ``[n_vocab]`` for each."""
+        return self._replayed(None)
 
     def _edit(self, variant: Variant | None = None) -> SparseRun:
         return SparseRun(self._cells, variant, self._settings.registry)
