@@ -1,8 +1,8 @@
 """A search for the cheapest assignment of dense layers and a budget whose KL meets a limit.
 
 Whatever is proposed was run. KL does not always fall when one more layer is dense: errors of two
-layers may cancel. So bisection and giving back are guesses as to what to run next, never a reason
-to believe in an assignment, and the result is the cheapest of those that were measured.
+layers may cancel. So what one run shows is only a hint as to what to run next, never a reason to
+believe in an assignment, and the result is the cheapest of those that were measured.
 """
 
 from __future__ import annotations
@@ -126,12 +126,11 @@ class _Runs:
         return self.tried[variant].kl <= self._max_kl
 
     def by_harm(self, costs: _Costs) -> list[Group]:
-        """Return the groups by the mass they lost when all were sparse, per byte, most first.
+        """Return the groups by the mass they lost when all were sparse, per byte, least first.
 
         That comes with a run that is made anyway, where running each layer sparse alone would cost
-        as many runs as there are layers. It does not know what the mass was worth, so a layer may
-        stand too far in front; giving layers back corrects that, with runs for those alone that
-        were made dense.
+        as many runs as there are layers. It does not know what the mass was worth, so it only says
+        in which order layers are given back: a wrong order costs runs or a layer, not the limit.
         """
         shares = self._layers[self.variant(costs, ())]
 
@@ -140,7 +139,7 @@ class _Runs:
             mass = sum(share.lost / share.n_step for share in known if share.n_step)
             return mass / costs.extra[group]
 
-        return sorted(costs.extra, key=lambda group: (-lost(group), group))
+        return sorted(costs.extra, key=lambda group: (lost(group), group))
 
     def costs(self, budget: float) -> _Costs:
         """Return what a budget costs at the context of the last step."""
@@ -211,12 +210,14 @@ def propose(
 ) -> Search:
     """Look for the assignment that keeps the least resident and whose mean KL is at most a limit.
 
-    For each budget from the smallest on, all layers are run sparse, and where that misses the limit
-    it is bisected how many of the most harmful ones must be dense. Then dense layers are given
-    back, first many at once, then fewer, down to one. Last, if the runs that are left suffice for
-    everything cheaper that was not measured, it is run, cheapest first: then nothing cheaper meets
-    the limit. Otherwise the result is the cheapest that was found, and another may be cheaper.
-    Nothing is run that keeps no less resident than the best so far.
+    First all layers are run sparse, at each budget from the smallest on until one meets the limit.
+    Then, from the largest budget that missed it on, all layers count as dense and are given back:
+    all at once, then halves, down to single ones, as long as the limit holds. A budget is left when
+    the layers that it needs dense keep no less resident than the best so far. That takes up to two
+    runs per layer and budget, and few where few layers matter. Last, if the runs that are left
+    suffice for everything cheaper that was not measured, it is run, cheapest first, and then
+    nothing cheaper with these budgets meets the limit. Otherwise the result is the cheapest that
+    was found, and another may be cheaper.
 
     Args:
         loop: the prompt, read once.
@@ -250,13 +251,13 @@ def propose(
             undefined[budget] = problem
     if not defined:
         reasons = " ".join(
-            f"{percent(budget)}: {why.rstrip(chr(46))}." for budget, why in undefined.items()
+            f"{percent(budget)}: {why.rstrip('.')}." for budget, why in undefined.items()
         )
         raise ClosedLoopError(f"none of the budgets can be run. {reasons}")
     try:
-        starts = [found for costs in defined if (found := _fewest_dense(runs, costs)) is not None]
-        for costs, dense in sorted(starts, key=lambda start: start[0].total(start[1])):
-            _give_back(runs, costs, dense)
+        needed: set[Group] = set()
+        for costs in reversed(_missed_by_all(runs, defined)):
+            needed = _give_back(runs, costs, needed)
         ending = _run_the_rest(runs, defined)
     except _OutOfRunsError:
         ending = "max-runs"
@@ -304,44 +305,38 @@ def _check(
         )
 
 
-def _fewest_dense(runs: _Runs, costs: _Costs) -> tuple[_Costs, list[Group]] | None:
-    """Bisect how many of the most harmful groups stay dense; return those, most harmful first.
+def _missed_by_all(runs: _Runs, defined: Sequence[_Costs]) -> list[_Costs]:
+    """Run all layers sparse at one budget after the other; return those that miss the limit.
+
+    It ends with the first that meets it: the next ones keep more resident.
 
     Raises:
         _OutOfRunsError: no run is left.
     """
-    if costs.least >= runs.ceiling:
-        return None
-    if runs.meets(costs, ()):
-        return None  # and nothing is to be given back
-    order = runs.by_harm(costs)
-    missing, enough = 0, 1
-    while enough < len(order) and costs.total(order[:enough]) < runs.ceiling:
-        enough += 1
-    beyond = enough  # too expensive to be of use, or all there are
-    while missing + 1 < enough:
-        middle = (missing + enough) // 2
-        if runs.meets(costs, order[:middle]):
-            enough = middle
-        else:
-            missing = middle
-    return None if enough == beyond else (costs, order[:enough])
+    missed = []
+    for costs in defined:
+        if runs.meets(costs, ()):
+            break
+        missed.append(costs)
+    return missed
 
 
-def _give_back(runs: _Runs, costs: _Costs, dense: list[Group]) -> None:
-    """Make dense groups sparse again, as long as the limit holds and something is to be won.
+def _give_back(runs: _Runs, costs: _Costs, needed: set[Group]) -> set[Group]:
+    """Make layers sparse, as long as the limit holds; return those that must stay dense.
 
-    Without the last of them the limit was missed; the others are tried together, then in halves,
-    the least harmful first.
+    ``needed`` are those that must at a larger budget: they come last.
 
     Raises:
         _OutOfRunsError: no run is left.
     """
-    pending = [dense[-2::-1]] if len(dense) > 1 else []
+    dense = runs.by_harm(costs)
+    halves = [group for group in dense if group not in needed], [g for g in dense if g in needed]
+    pending = [part for part in halves if part]
     while pending:
         undecided = {group for part in pending for group in part}
-        if costs.total(group for group in dense if group not in undecided) >= runs.ceiling:
-            return
+        decided = {group for group in dense if group not in undecided}
+        if costs.total(decided) >= runs.ceiling:
+            return decided
         part = pending.pop(0)
         fewer = [group for group in dense if group not in part]
         if runs.meets(costs, fewer):
@@ -349,6 +344,7 @@ def _give_back(runs: _Runs, costs: _Costs, dense: list[Group]) -> None:
         elif len(part) > 1:
             middle = len(part) // 2
             pending[:0] = [part[:middle], part[middle:]]
+    return set(dense)
 
 
 def _run_the_rest(runs: _Runs, defined: Sequence[_Costs]) -> Ending:

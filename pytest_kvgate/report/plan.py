@@ -19,8 +19,7 @@ MIB = 2**20
 LONGEST_LAYERS = 22
 
 ENDINGS = {
-    "all-measured": "Every cheaper assignment with these budgets was measured, too, and misses the "
-    "limit.",
+    "all-measured": "Nothing cheaper with these budgets meets the limit: all of it was measured.",
     "max-runs": "The search ended because its {max_runs} runs were used up, so a cheaper one may "
     "have been missed.",
     "too-many-left": "More cheaper assignments are left than the remaining runs could measure. "
@@ -99,7 +98,8 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         f"tokens; an edit that changes nothing has {_kl(plan['noise'])}."
     )
     for row in plan["undefined"]:
-        yield from wrap(f"Budget {percent(row['budget'])} was not run: {row['reason']}.", INDENT)
+        why = row["reason"].rstrip(".")
+        yield from wrap(f"Budget {percent(row['budget'])} was not run: {why}.", INDENT)
     yield ""
     yield from _table(plan["tried"])
     yield ""
@@ -112,7 +112,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             percent(row["budget"]),
             shorten(ranges(row["dense_layers"]) or "none", LONGEST_LAYERS),
             _kl(row["kl"]),
-            _interval(row["kl_ci"]),
             share(row["top1"]),
             share(row["coverage"]),
             _mib(row["resident"]["bytes"], row["resident"]["whole_bytes"]),
@@ -121,8 +120,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ]
         for row in rows
     ]
-    headers = ["budget", "dense layers", "KL", "95%", "top-1", "coverage", "MiB", "of all", ""]
-    align = ("right", "left", *["right"] * 6, "left")
+    headers = ["budget", "dense layers", "KL", "top-1", "coverage", "MiB", "of all", ""]
+    align = ("right", "left", *["right"] * 5, "left")
     yield from table(texts, headers, align)
 
 
@@ -177,8 +176,8 @@ def _described(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     dense, n_layer = row["dense_layers"], len(plan["paged_layers"])
     if dense:
         layers = (
-            f"layer{'s' if len(dense) > 1 else ''} {ranges(dense)} dense, the other "
-            f"{n_layer - len(dense)} of {n_layer} paged"
+            f"layer{'s' if len(dense) > 1 else ''} {ranges(dense)} dense and "
+            f"{n_layer - len(dense)} of {n_layer} layers paged"
         )
     else:
         layers = f"all {n_layer} layers paged"
