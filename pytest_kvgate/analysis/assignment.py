@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +69,7 @@ class Search:
         return min(self.tried, key=lambda item: (item.kl, item.resident.total))
 
 
-def cheapest(tried: tuple[Assignment, ...] | list[Assignment], max_kl: float) -> Assignment | None:
+def cheapest(tried: Iterable[Assignment], max_kl: float) -> Assignment | None:
     """Return the cheapest assignment whose KL is at most ``max_kl``; None where there is none."""
     meeting = [item for item in tried if item.kl <= max_kl]
     return min(meeting, key=lambda item: (item.resident.total, item.kl), default=None)

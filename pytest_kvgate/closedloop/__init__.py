@@ -2,5 +2,6 @@
 
 from pytest_kvgate.closedloop.errors import ClosedLoopError
 from pytest_kvgate.closedloop.run import Loop, LoopSettings, NextToken
+from pytest_kvgate.closedloop.search import propose
 
-__all__ = ["ClosedLoopError", "Loop", "LoopSettings", "NextToken"]
+__all__ = ["ClosedLoopError", "Loop", "LoopSettings", "NextToken", "propose"]

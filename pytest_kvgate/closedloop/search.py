@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pytest_kvgate.analysis.assignment import Assignment, Ending, Search, cheapest
 from pytest_kvgate.analysis.effects import LayerShare, LoopRun, Variant
-from pytest_kvgate.analysis.resident import Resident, resident
+from pytest_kvgate.analysis.resident import LayerCache, Resident, resident
 from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import percent
 from pytest_kvgate.closedloop.errors import ClosedLoopError
@@ -98,7 +98,7 @@ class _Runs:
     @property
     def best(self) -> Assignment | None:
         """The cheapest assignment so far that meets the limit."""
-        return cheapest(list(self.tried.values()), self._max_kl)
+        return cheapest(self.tried.values(), self._max_kl)
 
     @property
     def ceiling(self) -> float:
@@ -147,8 +147,8 @@ class _Runs:
         extra: dict[Group, float] = {}
         least = 0.0
         for cache in self._loop.caches:
-            sparse = self._resident(budget, layers=cache.layers).total
-            whole = self._resident(budget, cache.layers, layers=cache.layers).total
+            sparse = self._resident(budget, caches=(cache,)).total
+            whole = self._resident(budget, cache.layers, caches=(cache,)).total
             least += min(sparse, whole)
             if cache.paged and sparse < whole:
                 extra[cache.layers] = whole - sparse
@@ -182,12 +182,11 @@ class _Runs:
         budget: float,
         dense_layers: Sequence[int] = (),
         *,
-        layers: Group | None = None,
+        caches: Sequence[LayerCache] | None = None,
         pool: float = 1.0,
     ) -> Resident:
-        caches = [c for c in self._loop.caches if layers is None or c.layers == layers]
         return resident(
-            caches,
+            self._loop.caches if caches is None else caches,
             self._grid,
             budget,
             self._loop.n_context,
