@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_kvgate.cli.arguments import add_option, parse_layers
-from pytest_kvgate.cli.loops import run_closed_loop
+from pytest_kvgate.cli.arguments import add_option, parse_layers, parse_limit, parse_runs
+from pytest_kvgate.cli.loops import run_closed_loop, run_plan
 from pytest_kvgate.cli.traces import run_calibrate, run_capture, run_profile, run_verify
 from pytest_kvgate.options import OPTIONS
 
@@ -117,6 +117,30 @@ def _parser() -> argparse.ArgumentParser:
         help="layers that attend to everything, by index",
     )
     loop.set_defaults(run=run_closed_loop)
+    plan = commands.add_parser(
+        "plan",
+        help="look for the cheapest dense layers and budget whose KL meets a limit",
+    )
+    plan.add_argument("model", type=Path, help="GGUF model")
+    plan.add_argument("prompt", type=Path, help=PROMPT_HELP)
+    plan.add_argument(
+        "--max-kl",
+        metavar="X",
+        type=parse_limit,
+        required=True,
+        help="limit of the mean KL(dense‖sparse), in nats",
+    )
+    plan.add_argument(
+        "--selector", metavar="S", default="landmark", help="who picks the pages [landmark]"
+    )
+    plan.add_argument(
+        "--max-runs",
+        metavar="N",
+        type=parse_runs,
+        default=40,
+        help="sparse runs to make at most [40]",
+    )
+    plan.set_defaults(run=run_plan)
     for option in OPTIONS:
         if option.name in ENGINE_OPTIONS:
             add_option(calibrate, option)
@@ -126,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
             add_option(verify, single)
         if option.name in PROFILE_OPTIONS:
             add_option(profile, option)
+        if option.name in (*LOOP_OPTIONS, "pool"):
+            add_option(plan, replace(option, repeatable=False))
         if option.name in (*LOOP_OPTIONS, "selectors", "report"):
             single = replace(option, repeatable=option.name == "report")
             add_option(loop, single)

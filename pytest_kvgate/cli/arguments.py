@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvgate.options import Option
-from pytest_kvgate.options.values import ReportTarget, engine_problem, report_problem
+from pytest_kvgate.options.values import (
+    ReportTarget,
+    engine_problem,
+    report_problem,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from pytest_kvgate.capture import CaptureSettings
@@ -88,3 +94,22 @@ def parse_layers(text: str) -> tuple[int, ...]:
             f"{text!r} needs comma-separated layer indices from 0, such as 0,3"
         )
     return layers
+
+
+def parse_limit(text: str) -> float:
+    """Parse a limit of a KL, a number above 0."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} needs a number above 0, such as 0.05")
+    return limit
+
+
+def parse_runs(text: str) -> int:
+    """Parse how many runs to make, a whole number from 1."""
+    try:
+        return whole_number(1, "runs")(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None

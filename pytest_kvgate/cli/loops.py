@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_kvgate.cli.arguments import capture_settings
 
 if TYPE_CHECKING:
+    from pytest_kvgate.analysis.effects import Variant
     from pytest_kvgate.closedloop import LoopSettings
 
 
@@ -59,6 +60,50 @@ def run_closed_loop(parsed: argparse.Namespace) -> int:
     for target in parsed.report or ():
         write_report(target.path, report_document(settings, [document], []))
     return 0 if loop.runs else 1
+
+
+def run_plan(parsed: argparse.Namespace) -> int:
+    """Look for the cheapest dense layers and budget whose KL meets a limit."""
+    from pytest_kvgate.analysis.selectors import SELECTORS  # noqa: PLC0415
+    from pytest_kvgate.analysis.wording import percent, which_layers  # noqa: PLC0415
+    from pytest_kvgate.closedloop import propose  # noqa: PLC0415
+    from pytest_kvgate.engine import Engine, require_llama  # noqa: PLC0415
+    from pytest_kvgate.options.values import check_selectors  # noqa: PLC0415
+    from pytest_kvgate.pipeline import Source, prompt_of, start_loop  # noqa: PLC0415
+    from pytest_kvgate.report.plan import plan_document, plan_lines  # noqa: PLC0415
+
+    try:
+        check_selectors([parsed.selector], SELECTORS)
+    except ValueError as error:
+        print(f"kvgate: --selector {error}.", file=sys.stderr)
+        return 2
+    require_llama()
+    source = Source("", model=parsed.model, prompt=parsed.prompt, continuation=parsed.continuation)
+    prompt, capture = prompt_of(source), capture_settings(parsed)
+
+    def announce(variant: Variant, number: int, most: int) -> None:
+        dense = variant.dense_layers
+        kept = f"{which_layers(dense)} dense" if dense else "no layer dense"
+        budget = percent(variant.budget)
+        print(f"run {number} of at most {most}: {budget}, {kept}", file=sys.stderr, flush=True)
+
+    print("reading the prompt, and decoding it densely", file=sys.stderr, flush=True)
+    with Engine(parsed.model, capture.engine) as engine:
+        settings = _loop_settings(parsed)
+        started = start_loop(engine, parsed.model.name, prompt, capture, settings)
+        found = propose(
+            started.loop,
+            parsed.selector,
+            parsed.page_size,
+            parsed.budgets,
+            parsed.max_kl,
+            max_runs=parsed.max_runs,
+            pool=parsed.pool,
+            before_run=announce,
+        )
+    for line in plan_lines(plan_document(found)):
+        print(line)
+    return 0 if found.best is not None else 1
 
 
 def _loop_settings(parsed: argparse.Namespace) -> LoopSettings:

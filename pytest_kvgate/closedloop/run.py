@@ -12,6 +12,7 @@ from pytest_kvgate.analysis import PAGE_SELECTORS, PageGrid, Selector
 from pytest_kvgate.analysis.effects import ClosedLoop, DenseRun, LoopRun, Variant
 from pytest_kvgate.analysis.threads import one_blas_thread
 from pytest_kvgate.analysis.wording import ranges
+from pytest_kvgate.closedloop.caches import kv_caches
 from pytest_kvgate.closedloop.errors import ClosedLoopError
 from pytest_kvgate.closedloop.layers import learn_layers
 from pytest_kvgate.closedloop.sparse import COMES_AND_GOES, SparseCells, SparseRun
@@ -85,6 +86,7 @@ class Loop:
         self._start = self._context.checkpoint()
         tail = list(tokens[self._n_start :])
         self.layers = learn_layers(self._context, [*tail, 0][0], engine.sliding_window)
+        self.caches = kv_caches(self.layers, engine)
         self._cells = SparseCells(self.layers, settings.grid, n_last)
         self._inputs: list[int] = []
         self._context.rewind(self._start)
@@ -98,6 +100,16 @@ class Loop:
     def paged_layers(self) -> tuple[int, ...]:
         """The layers that are sparse where they are not kept dense, by index."""
         return tuple(sorted({layer.index for layer in self.layers if layer.paged}))
+
+    @property
+    def settings(self) -> LoopSettings:
+        """What is compared, and which positions are free."""
+        return self._settings
+
+    @property
+    def n_context(self) -> int:
+        """How many tokens the last decode step sees."""
+        return self._n_start + len(self._inputs)
 
     def compare(self, variants: Iterable[Variant]) -> ClosedLoop:
         """Run each variant; those that are not defined are left out, with the reason."""

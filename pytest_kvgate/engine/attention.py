@@ -54,7 +54,7 @@ class AttentionHook:
         self._queries: dict[int, NDArray[np.float32]] = {}
         self._rotations: dict[int, NDArray[np.float32]] = {}
         self._written: dict[int, NDArray[np.float32]] = {}
-        self._caches: set[int] = set()
+        self._caches: dict[int, int] = {}
         self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
         self._steering: Steering | None = None
@@ -291,9 +291,7 @@ class AttentionHook:
             raise EngineError(GATHERED if gathers_from_cache(ggml, keys) else NOT_CAUSAL)
         if read_queries is None:
             raise EngineError(ONE_TOKEN)
-        address = ctypes.addressof(cache)
-        shared = address in self._caches
-        self._caches.add(address)
+        first_reader = self._caches.setdefault(ctypes.addressof(cache), self._count)
         n_rot, rotated_last = rotary_dims(ggml, queries)
         scale, softcap, max_bias = numbers
         return AttentionRead(
@@ -311,7 +309,8 @@ class AttentionHook:
             rotation=self._rotation_of(queries),
             n_rot=n_rot,
             rotated_last=rotated_last,
-            shared_keys=shared,
+            cache=first_reader,
+            shared_keys=first_reader != self._count,
             top_k=mask_top_k(ggml, mask),
         )
 

@@ -22,9 +22,11 @@ class AttentionRead:
     there is no softmax to read. ``mask`` is ``[n_cell]``: minus infinity where hidden. ``rotation``
     is the orthonormal ``[r, r]`` matrix
     that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
-    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
-    a layer that reads another layer's cache. ``top_k`` is the number of cells that a top-k of the
-    model's own lets the mask show, None where the mask is an ordinary one.
+    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``cache`` is
+    the place of its cache among those of the step: that of the first attention node that reads it,
+    and ``shared_keys`` marks a layer that reads another layer's cache. ``top_k`` is the number of
+    cells that a top-k of the model's own lets the mask show, None where the mask is an ordinary
+    one.
     """
 
     index: int
@@ -41,6 +43,7 @@ class AttentionRead:
     rotation: NDArray[np.float32] | None
     n_rot: int
     rotated_last: bool
+    cache: int
     shared_keys: bool
     top_k: int | None
 
