@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,48 @@ def test_the_command_prints_the_same_numbers(
         assert one == {**other, "subject": one["subject"]}
     assert main(["closed-loop", *arguments, "--dense-layers=9"]) == 1
     assert "layer 9 of dense_layers=[9] is not paged" in capsys.readouterr().out
+
+
+def test_the_plan_command_proposes_a_gate_that_holds(
+    pytester: pytest.Pytester,
+    tiny_llama: Path,
+    prompt: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["plan", str(tiny_llama), str(prompt), "--threads=1", "--loop-tokens=8"]
+    assert main([*arguments, "--max-kl=0.01", "--budgets=0.1,0.5"]) == 0
+    printed = capsys.readouterr()
+    assert "run 1 of at most 40: 10%, no layer dense" in printed.err
+    found = re.search(r"^  @kvgate\((.*)\)$", printed.out, flags=re.MULTILINE)
+    assert found is not None
+    result = run(pytester, tiny_llama, prompt, found.group(1))
+    result.assert_outcomes(passed=1)
+    # what the gate measures is what the plan stated
+    kl = re.search(r"Proposal: .* KL (\d\.\d{4})", " ".join(printed.out.split()))
+    assert kl is not None
+    assert f"KL: landmark {kl.group(1)}" in text_of(result)
+
+
+@pytest.mark.parametrize(
+    ("option", "status", "words"),
+    [
+        ("--selector=best", 2, "names 'best', which is no selector"),
+        ("--max-runs=0", 2, "needs a whole number of runs, 1 or more"),
+        ("--max-kl=-1", 2, "needs a number above 0"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    tiny_llama: Path,
+    prompt: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    status: int,
+    words: str,
+) -> None:
+    arguments = ["plan", str(tiny_llama), str(prompt), "--max-kl=0.1", "--threads=1"]
+    try:
+        found = main([*arguments, "--budgets=0.2", "--loop-tokens=2", option])
+    except SystemExit as error:
+        found = int(str(error.code))
+    assert found == status
+    assert words in capsys.readouterr().err
