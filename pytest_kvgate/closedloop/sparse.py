@@ -165,7 +165,7 @@ class SparseRun:
                 scores = self._scores(layer, node, self._registry[selector])
             kept = best(scores, pages.chosen)
         if not layer.shared_keys:  # as in a profile, whose traces hold no such layer
-            self._tally.add(layer.index, masses, kept, weights)
+            self._tally.add(layer.index, masses, kept, _group_totals(layer, weights))
         return kept
 
     def _scores(
@@ -177,6 +177,15 @@ class SparseRun:
         queries = model_basis(node.queries, layer.rotation)
         by_group = queries.reshape(layer.terms.n_head_kv, 1, -1, queries.shape[-1])
         return selector.scores_of_heads(by_group, store.until(self._pages.end, node.read_keys))
+
+
+def _group_totals(layer: AttentionLayer, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the mass of each group on all tokens, ``[n_head_kv]``; a sink takes some of it."""
+    n_head_kv = layer.terms.n_head_kv
+    if layer.terms.sinks is None:  # a softmax sums to 1
+        return np.full(n_head_kv, layer.terms.group_size, dtype=np.float32)
+    totals: NDArray[np.float32] = weights.sum(axis=1).reshape(n_head_kv, -1).sum(axis=1)
+    return totals
 
 
 COMES_AND_GOES = (
