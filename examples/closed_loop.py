@@ -5,7 +5,8 @@ Run it with the name of the picture to write::
     python examples/closed_loop.py kl-against-coverage.png
 
 SmolLM2-135M reads 3,072 tokens of Python source, then follows the 48 tokens after them with only
-the selected pages visible. Takes one to two minutes on two cores.
+the selected pages visible. Takes one to two minutes on two cores. Options of ``kvgate closed-loop``
+may follow, such as ``--flash-attn on``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(picture: Path) -> int:
+def main(picture: Path, options: Sequence[str]) -> int:
     """Run the closed loop, print its table, and draw it."""
     with tempfile.TemporaryDirectory(prefix="kvgate-example-") as name:
         folder = Path(name)
@@ -93,6 +94,7 @@ def main(picture: Path) -> int:
                 f"--budgets={','.join(map(str, BUDGETS))}",
                 f"--selectors={','.join(SELECTORS)}",
                 f"--report=json:{report}",
+                *options,
             ]
         )
         if status == 0:
@@ -101,6 +103,6 @@ def main(picture: Path) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python examples/closed_loop.py PICTURE.png")
-    raise SystemExit(main(Path(sys.argv[1])))
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise SystemExit("usage: python examples/closed_loop.py PICTURE.png [OPTION ...]")
+    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:]))
