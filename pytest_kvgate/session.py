@@ -12,20 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvgate.analysis import REQUIRED_COVERAGES, PageGrid, Plan, Profile, Selector
-from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
+from pytest_kvgate.analysis.effects import Variant
+from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE, TOKEN_ORACLE
 from pytest_kvgate.calibration import calibrate
 from pytest_kvgate.capture import CaptureSettings
+from pytest_kvgate.closedloop import LoopSettings
 from pytest_kvgate.engine import EngineSettings
 from pytest_kvgate.gate import Gate, GateResult, decide, distrust_reason, unanswered
 from pytest_kvgate.pipeline import (
     Evidence,
     EvidenceError,
+    LoopEvidence,
     Subject,
     model_subjects,
     once,
     trace_subjects,
 )
 from pytest_kvgate.report.document import Document, profile_document
+from pytest_kvgate.report.loops import loop_document
 
 if TYPE_CHECKING:
     from pytest_kvgate.options.settings import Settings
@@ -110,6 +114,38 @@ def gather_evidence(
     )
 
 
+def gather_loops(
+    settings: Settings, gates: Iterable[Gate], folder: Path, registry: Mapping[str, Selector]
+) -> LoopEvidence | None:
+    """Return the closed loops that the settings ask for and the gates need; None for none.
+
+    ``registry`` are the page selectors that are known.
+    """
+    page_size = settings.page_size
+    variants = [variant for gate in gates for variant in gate.variants(page_size)]
+    if settings.closed_loop:
+        listed = settings.selectors or (ORACLE, LANDMARK)
+        variants += [
+            Variant(page_size, budget, selector)
+            for budget in settings.budgets
+            for selector in listed
+        ]
+    if not variants:
+        return None
+    return LoopEvidence(
+        capture=capture_settings(settings),
+        settings=LoopSettings(
+            n_token=settings.loop_tokens,
+            sparse_tail=settings.sparse_tail,
+            sinks=settings.sinks,
+            recent=settings.recent,
+            registry=registry,
+        ),
+        variants=tuple(dict.fromkeys(variants)),
+        folder=folder,
+    )
+
+
 def swept_sizes(settings: Settings) -> tuple[int, ...]:
     """Return the page sizes to compare: none unless something will show them."""
     return settings.sweep if settings.verbose or settings.reports else ()
@@ -120,11 +156,13 @@ class GateSession:
     """Judges gates, and keeps one document per model and page size that was looked at.
 
     ``sweep`` are page sizes to compare, in tokens; ``link`` is the link to host memory in GB/s.
-    ``calibration`` returns the outcome of the run's calibration, None where nobody asked for one.
+    ``loops`` are the closed loops that something asked for, None for none. ``calibration`` returns
+    the outcome of the run's calibration, None where nobody asked for one.
     """
 
     evidence: Evidence
     subjects: tuple[Subject, ...]
+    loops: LoopEvidence | None = None
     sweep: tuple[int, ...] = ()
     link: float | None = None
     calibration: Callable[[], Document] | None = None
@@ -157,9 +195,13 @@ class GateSession:
             self.require_calibrated()
             profile = self.evidence.profile(subject, page_size)
             self.describe(subject, page_size)
+            loop = None
+            if gate.needs_closed_loop and distrust_reason(profile) is None:
+                assert self.loops is not None
+                loop = self.loops.loop(subject)
         except EvidenceError as error:
             return unanswered(gate_id, subject.label, gate, "INVALID", str(error), page_size)
-        return decide(gate_id, subject.label, gate, profile)
+        return decide(gate_id, subject.label, gate, profile, loop)
 
     def trusted_profile(self, subject: Subject, page_size: int) -> Profile:
         """Return a profile whose traces did not fail verification.
@@ -185,14 +227,26 @@ class GateSession:
         self.require_calibrated()
         key = f"{subject.label} at {page_size}"
         if key not in self.documents:
-            self.documents[key] = profile_document(
+            document = profile_document(
                 subject.label,
                 self.evidence.profile(subject, page_size),
                 self.evidence.alone(subject, page_size),
                 self._swept(subject) if page_size == self.page_size else (),
                 self.link,
             )
+            if document["coverage"]:
+                document |= self._looped(subject, page_size)
+            self.documents[key] = document
         return self.documents[key]
+
+    def _looped(self, subject: Subject, page_size: int) -> Document:
+        """Return what a document says of the closed loop at a page size, or why there is none."""
+        if self.loops is None or page_size not in self.loops.page_sizes:
+            return {}
+        try:
+            return loop_document(self.loops.loop(subject), page_size)
+        except EvidenceError as error:
+            return {"closed_loop_problem": str(error)}
 
     def _swept(self, subject: Subject) -> list[Profile]:
         """Return the profiles at the page sizes to compare that leave a page to select."""

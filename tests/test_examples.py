@@ -55,3 +55,42 @@ def test_the_recorded_decision_is_a_no_go_that_fails_without_its_xfail(tmp_path:
     assert measured is not None
     for recorded, observed in zip(reason.groups(), measured.groups(), strict=True):
         assert float(observed) == pytest.approx(float(recorded), abs=0.1)
+
+
+#: ``  4% landmark        0.2789  0.1719  0.1089..0.2473   0.8750``
+LOOP_ROW = re.compile(
+    r"^ +(\d+%) (oracle|landmark|quest) +(\d\.\d+) +(\S+) +\S+ +(\d\.\d+) ", re.MULTILINE
+)
+
+
+def loop_rows(text: str) -> dict[tuple[str, str], tuple[float, float, float]]:
+    """Return coverage, KL and top-1 by budget and selector."""
+    return {
+        (budget, selector): (float(coverage), float(kl), float(top1))
+        for budget, selector, coverage, kl, top1 in LOOP_ROW.findall(text)
+    }
+
+
+def test_the_closed_loop_prints_the_table_of_the_readme_and_draws_it(tmp_path: Path) -> None:
+    picture = tmp_path / "kl.png"
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / "closed_loop.py"), str(picture)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = loop_rows(result.stdout)
+    stated = loop_rows((EXAMPLES.parent / "README.md").read_text("utf-8"))
+    assert found.keys() == stated.keys()
+    for key, (coverage, kl, top1) in found.items():
+        # other Python versions have another source to read
+        assert coverage == pytest.approx(stated[key][0], abs=0.05)
+        assert kl == pytest.approx(stated[key][1], rel=0.7)
+        assert top1 == pytest.approx(stated[key][2], abs=0.1)
+    noise = re.search(r"an edit of nothing: KL (\S+),", result.stdout.replace("\n  ", " "))
+    assert noise is not None
+    for selector in ("oracle", "landmark", "quest"):
+        assert found["100%", selector][:2] == (1.0, float(noise.group(1)))
+        assert found["2%", selector][1] > found["10%", selector][1] > found["40%", selector][1]

@@ -149,6 +149,7 @@ class ClosedLoop:
     larger is no effect. ``sparse_tail`` tokens of each prompt were read sparsely, too; ``fused`` is
     whether with flash attention. ``undefined`` says of each variant that could not be run why.
     ``paged_layers`` are the layers that are sparse where they are not kept dense.
+    ``eos_ignored_from`` is the first decode step where the model was kept from ending its text.
     """
 
     noise: TokenEffects
@@ -157,6 +158,7 @@ class ClosedLoop:
     paged_layers: tuple[int, ...]
     sparse_tail: int
     fused: bool
+    eos_ignored_from: int | None = None
 
     @property
     def n_token(self) -> int:
@@ -177,6 +179,10 @@ class ClosedLoop:
             noise=TokenEffects.joined([part.noise for part in parts]),
             runs=runs,
             undefined=undefined,
+            eos_ignored_from=min(
+                (part.eos_ignored_from for part in parts if part.eos_ignored_from is not None),
+                default=None,
+            ),
         )
 
     def run(self, variant: Variant) -> LoopRun:
@@ -214,6 +220,7 @@ class ClosedLoop:
             "paged_layers": list(self.paged_layers),
             "sparse_tail": self.sparse_tail,
             "fused": self.fused,
+            "eos_ignored_from": self.eos_ignored_from,
         }
 
     @classmethod
@@ -232,6 +239,7 @@ class ClosedLoop:
             paged_layers=tuple(document["paged_layers"]),
             sparse_tail=document["sparse_tail"],
             fused=document["fused"],
+            eos_ignored_from=document["eos_ignored_from"],
         )
 
 

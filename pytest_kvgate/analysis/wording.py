@@ -32,6 +32,13 @@ def cost(value: float | None) -> str:
     return UNDEFINED if value is None else f"{0.0 - _cut(-value):.4f}"
 
 
+def nats(value: float | None) -> str:
+    """Write a KL or a rise of the NLL in nats: four digits, cut upwards, or 1.4e-05."""
+    if value is None:
+        return UNDEFINED
+    return cost(value) if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+
+
 def part(value: float | None) -> str:
     """Write one part of a sum with four digits, rounded."""
     return UNDEFINED if value is None else f"{value:.4f}"
@@ -53,7 +60,7 @@ def native_sparsity_note(top_k: int, layers: Sequence[int]) -> str:
     if not layers:
         return text + "here the engine attended to everything, where the model was made to select"
     return text + (
-        f"in layer{'s' if len(layers) > 1 else ''} {ranges(layers)} a query attends to no more "
+        f"in {which_layers(layers)} a query attends to no more "
         "than the model selects for it; what that hides has no mass, so coverage looks better"
     )
 
@@ -69,6 +76,11 @@ def ranges(numbers: Sequence[int]) -> str:
             parts.append(str(number) if start == number else f"{start}-{number}")
             start = None
     return ", ".join(parts)
+
+
+def which_layers(layers: Sequence[int]) -> str:
+    """Write ascending layer indices: layer 3, or layers 0-2, 5."""
+    return f"layer{'' if len(layers) == 1 else 's'} {ranges(layers)}"
 
 
 def distinct(labels: list[str]) -> list[str]:

@@ -14,9 +14,8 @@ from pytest_kvgate.capture.choice import Choice, Forced, Greedy
 from pytest_kvgate.capture.collector import Collector
 from pytest_kvgate.capture.continuation import forced_tokens
 from pytest_kvgate.capture.decoder import Decoder
-from pytest_kvgate.capture.errors import CaptureError
-from pytest_kvgate.capture.prompts import Prompt, prompt_tokens
-from pytest_kvgate.capture.refusals import refuse_cache_type, refuse_unpageable
+from pytest_kvgate.capture.prompts import Prompt
+from pytest_kvgate.capture.reading import fitting_tokens
 from pytest_kvgate.capture.settings import CaptureSettings
 from pytest_kvgate.capture.sparsity import OwnSelections, stated_top_k
 from pytest_kvgate.capture.unpaged import unpaged_layers
@@ -51,7 +50,14 @@ def capture(
         tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
     ):
         selections = OwnSelections(stated_top_k(engine), allowed=settings.allow_native_sparse)
-        tokens = _fitting_tokens(engine, model, prompt, settings)
+        tokens = fitting_tokens(
+            engine,
+            model.name,
+            prompt,
+            settings,
+            settings.steps[-1] + 1,
+            "sample fewer --kvgate-steps",
+        )
         choice = _choice(engine, prompt, tokens, settings)
         decoder = Decoder(engine, len(tokens) + settings.steps[-1] + 1, prove=settings.prove)
         state = model.stat()
@@ -86,30 +92,6 @@ def capture(
                 steps=collector.steps,
             )
             return writer.commit(verify(trace, collector.reference()))
-
-
-def _fitting_tokens(
-    engine: Engine, model: Path, prompt: Prompt, settings: CaptureSettings
-) -> list[int]:
-    refuse_unpageable(engine, model.name)
-    refuse_cache_type(engine, model.name, settings.engine)
-    tokens = prompt_tokens(engine, prompt)
-    limit = settings.n_context or engine.trained_context
-    origin = "--kvgate-ctx" if settings.n_context else "the context the model was trained with"
-    n_decode = settings.steps[-1] + 1
-    if n_decode >= limit:
-        raise CaptureError(
-            f"{n_decode} decode steps alone do not fit into the context of {limit} tokens "
-            f"({origin}). Sample fewer --kvgate-steps, or raise --kvgate-ctx."
-        )
-    if len(tokens) + n_decode > limit:
-        raise CaptureError(
-            f"prompt {prompt.name!r} is {len(tokens)} tokens, and with {n_decode} decode steps it "
-            f"needs {len(tokens) + n_decode}; the context holds {limit} ({origin}). Shorten the "
-            f"prompt to {limit - n_decode} tokens, sample fewer --kvgate-steps, or raise "
-            "--kvgate-ctx."
-        )
-    return tokens
 
 
 def _choice(engine: Engine, prompt: Prompt, tokens: list[int], settings: CaptureSettings) -> Choice:

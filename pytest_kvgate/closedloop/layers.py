@@ -29,13 +29,15 @@ class AttentionLayer:
     ``terms`` hold scale, softcap, ALiBi slopes and sinks; their arrays of q and K are empty.
     ``rotation`` brings q and K out of the basis of the cache, None where that is the model's own.
     ``paged`` is whether the node sees the whole context; others have a sliding window, and are
-    never touched. ``shared_keys`` marks a layer that reads another layer's cache.
+    never touched. ``cache`` is the place of the first node that reads the same cache, and
+    ``shared_keys`` marks a layer that reads another layer's.
     """
 
     terms: Layer
     key_type: str
     rotation: NDArray[np.float32] | None
     paged: bool
+    cache: int
     shared_keys: bool
 
     @property
@@ -138,7 +140,7 @@ def _layer(read: AttentionRead, *, paged: bool) -> AttentionLayer:
         q=empty,
         sinks=read.sinks,
     )
-    return AttentionLayer(terms, read.key_type, read.rotation, paged, read.shared_keys)
+    return AttentionLayer(terms, read.key_type, read.rotation, paged, read.cache, read.shared_keys)
 
 
 def _check(layer: AttentionLayer, read: AttentionRead, n_visible: int) -> None:

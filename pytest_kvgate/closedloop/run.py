@@ -12,6 +12,7 @@ from pytest_kvgate.analysis import PAGE_SELECTORS, PageGrid, Selector
 from pytest_kvgate.analysis.effects import ClosedLoop, DenseRun, LoopRun, Variant
 from pytest_kvgate.analysis.threads import one_blas_thread
 from pytest_kvgate.analysis.wording import ranges
+from pytest_kvgate.closedloop.caches import kv_caches
 from pytest_kvgate.closedloop.errors import ClosedLoopError
 from pytest_kvgate.closedloop.layers import learn_layers
 from pytest_kvgate.closedloop.sparse import COMES_AND_GOES, SparseCells, SparseRun
@@ -90,17 +91,30 @@ class Loop:
             engine.sliding_window,
             engine.cache_type_v if self._fused else None,
         )
+        self.caches = kv_caches(self.layers, engine)
         self._cells = SparseCells(self.layers, settings.grid, n_last)
         self._inputs: list[int] = []
         self._context.rewind(self._start)
         with one_blas_thread():
             self._dense = self._run_dense(tail, logits, next_token)
-            self.noise = self._dense.effects(self._replayed(None if self._fused else self._edit()))
+            self.noise = self._dense.effects(
+                self.dense_logits() if self._fused else self._replayed(self._edit())
+            )
 
     @property
     def paged_layers(self) -> tuple[int, ...]:
         """The layers that are sparse where they are not kept dense, by index."""
         return tuple(sorted({layer.index for layer in self.layers if layer.paged}))
+
+    @property
+    def settings(self) -> LoopSettings:
+        """What is compared, and which positions are free."""
+        return self._settings
+
+    @property
+    def n_context(self) -> int:
+        """How many tokens the last decode step sees."""
+        return self._n_start + len(self._inputs)
 
     def compare(self, variants: Iterable[Variant]) -> ClosedLoop:
         """Run each variant; those that are not defined are left out, with the reason."""
@@ -147,6 +161,10 @@ class Loop:
             effects = self._dense.effects(self._replayed(edit))
         return LoopRun(effects, edit.shares)
 
+    def dense_logits(self) -> Iterator[NDArray[np.float32]]:
+        """Decode the same tokens with the engine's own attention; yield ``[n_vocab]`` for each."""
+        return self._replayed(None)
+
     def _edit(self, variant: Variant | None = None) -> SparseRun:
         return SparseRun(self._cells, variant, self._settings.registry)
 
@@ -189,7 +207,7 @@ class Loop:
             logits = context.decode([token])
         else:
             edit.begin(context.n_token + 1)
-            context.hook.steer(edit.edit)
+            context.hook.steer(edit.edit, with_queries=edit.needs_queries)
             logits = context.decode([token])
             if context.hook.release() != len(self.layers):
                 raise ClosedLoopError(COMES_AND_GOES)

@@ -80,6 +80,12 @@ class SparseRun:
         self._pages = StepPages(1, 0, 0, 0)
         self._tally = Tally()
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether pages are selected by q; the oracles select by the softmax itself."""
+        variant = self._variant
+        return variant is not None and variant.selector not in (ORACLE, TOKEN_ORACLE)
+
     def begin(self, n_visible: int) -> None:
         """Open a decode step that sees so many positions."""
         self._tally.close_step()
@@ -131,6 +137,7 @@ class SparseRun:
         """Return the softmax of the node, ``[n_head, n_token or more]``."""
         if node.open_softmax is not None:
             return node.open_softmax()
+        assert node.queries is not None
         keys = self._cells.keys[node.ordinal].cells(node.read_keys, self._n_visible)
         return layer.softmax(layer.product_queries(node.queries)[-1], keys)
 
@@ -158,17 +165,27 @@ class SparseRun:
                 scores = self._scores(layer, node, self._registry[selector])
             kept = best(scores, pages.chosen)
         if not layer.shared_keys:  # as in a profile, whose traces hold no such layer
-            self._tally.add(layer.index, masses, kept, weights)
+            self._tally.add(layer.index, masses, kept, _group_totals(layer, weights))
         return kept
 
     def _scores(
         self, layer: AttentionLayer, node: AttentionNode, selector: Selector
     ) -> NDArray[np.float32]:
         """Return a selector's score of every eligible page, ``[n_head_kv, n_page]`` float32."""
+        assert node.queries is not None
         store = self._cells.pages(self._pages.size)[node.ordinal]
         queries = model_basis(node.queries, layer.rotation)
         by_group = queries.reshape(layer.terms.n_head_kv, 1, -1, queries.shape[-1])
         return selector.scores_of_heads(by_group, store.until(self._pages.end, node.read_keys))
+
+
+def _group_totals(layer: AttentionLayer, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the mass of each group on all tokens, ``[n_head_kv]``; a sink takes some of it."""
+    n_head_kv = layer.terms.n_head_kv
+    if layer.terms.sinks is None:  # a softmax sums to 1
+        return np.full(n_head_kv, layer.terms.group_size, dtype=np.float32)
+    totals: NDArray[np.float32] = weights.sum(axis=1).reshape(n_head_kv, -1).sum(axis=1)
+    return totals
 
 
 COMES_AND_GOES = (

@@ -31,17 +31,17 @@ class Tally:
         layer: int,
         masses: NDArray[np.float32],
         kept: NDArray[np.bool_],
-        weights: NDArray[np.float32],
+        totals: NDArray[np.float32],
     ) -> None:
-        """Take one layer of the open step, before its softmax is edited.
+        """Take one layer of the open step.
 
         ``masses`` is ``[n_head_kv, n_item]`` of the eligible pages or tokens, ``kept`` which of
-        them are kept, and ``weights`` the softmax, ``[n_head, n_token]``.
+        them are kept, and ``totals`` the mass of each group on all tokens, ``[n_head_kv]``.
         """
         self._layers += [layer] * len(masses)
         self._masses.append(masses)
         self._kept.append(kept)
-        self._totals.append(weights.sum(axis=1).reshape(len(masses), -1))
+        self._totals.append(totals)
 
     def close_step(self) -> None:
         """Add up what was taken since the last call."""
@@ -50,7 +50,7 @@ class Tally:
         masses = np.concatenate(self._masses)
         held = (masses * np.concatenate(self._kept)).sum(axis=1, dtype=np.float64)
         eligible = masses.sum(axis=1, dtype=np.float64)
-        total = np.concatenate([part.sum(axis=1) for part in self._totals])
+        total = np.concatenate(self._totals)
         counted = eligible >= LEAST_MASS
         coverage = np.divide(held, eligible, out=np.zeros_like(held), where=counted)
         lost = np.divide(eligible - held, total, out=np.zeros_like(held), where=total > 0)

@@ -54,7 +54,7 @@ class AttentionHook:
         self._queries: dict[int, NDArray[np.float32]] = {}
         self._rotations: dict[int, NDArray[np.float32]] = {}
         self._written: dict[int, NDArray[np.float32]] = {}
-        self._caches: set[int] = set()
+        self._caches: dict[int, int] = {}
         self._softmaxes: dict[int, AttentionRead] = {}
         self._count = 0
         self._steering: Steering | None = None
@@ -84,9 +84,12 @@ class AttentionHook:
         """Report the output of every attention node from now on, in the order of the graph."""
         self._on_output = on_output
 
-    def steer(self, on_node: Callable[[AttentionNode], None]) -> None:
-        """Hand over the attention nodes of the next decode step, to be changed."""
-        self._steering = Steering(self._ggml, on_node)
+    def steer(self, on_node: Callable[[AttentionNode], None], *, with_queries: bool) -> None:
+        """Hand over the attention nodes of the next decode step, to be changed.
+
+        ``with_queries`` is whether their q is needed; with flash attention it comes in any case.
+        """
+        self._steering = Steering(self._ggml, on_node, with_queries=with_queries)
 
     def release(self) -> int:
         """Stop handing over; return how many attention nodes were seen."""
@@ -288,9 +291,7 @@ class AttentionHook:
             raise EngineError(GATHERED if gathers_from_cache(ggml, keys) else NOT_CAUSAL)
         if read_queries is None:
             raise EngineError(ONE_TOKEN)
-        address = ctypes.addressof(cache)
-        shared = address in self._caches
-        self._caches.add(address)
+        first_reader = self._caches.setdefault(ctypes.addressof(cache), self._count)
         n_rot, rotated_last = rotary_dims(ggml, queries)
         scale, softcap, max_bias = numbers
         return AttentionRead(
@@ -308,7 +309,8 @@ class AttentionHook:
             rotation=self._rotation_of(queries),
             n_rot=n_rot,
             rotated_last=rotated_last,
-            shared_keys=shared,
+            cache=first_reader,
+            shared_keys=first_reader != self._count,
             top_k=mask_top_k(ggml, mask),
         )
 

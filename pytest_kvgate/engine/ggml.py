@@ -187,7 +187,7 @@ class Ggml:
 
         It is the engine's own memory where that can be written to from here, else a copy.
         """
-        if not self._library.ggml_backend_buffer_is_host(tensor.buffer):
+        if not tensor.buffer or not self._library.ggml_backend_buffer_is_host(tensor.buffer):
             return np.asarray(self.read(tensor), dtype=np.float32)
         self._require_whole(tensor, math.prod(tensor.ne))
         memory = (ctypes.c_char * (4 * math.prod(tensor.ne))).from_address(tensor.data)

@@ -141,6 +141,20 @@ class Engine:
         return dims or usual
 
     @property
+    def value_dims(self) -> tuple[int, int]:
+        """The dims of V in the cache, of a usual layer and of one with a sliding window.
+
+        A latent cache (MLA) holds no V: both are 0 then.
+        """
+        if self.has_latent_cache:
+            return 0, 0
+        stated = self.model_metadata("attention.value_length")
+        n_head = self._llama.llama_model_n_head(self._model)
+        usual = self._llama.llama_model_n_embd(self._model) // max(1, n_head)
+        usual = usual if stated is None else int(stated)
+        return usual, int(self.model_metadata("attention.value_length_swa") or usual)
+
+    @property
     def has_encoder(self) -> bool:
         """Whether a text is encoded before anything is decoded."""
         return bool(self._llama.llama_model_has_encoder(self._model))
@@ -173,6 +187,11 @@ class Engine:
     def has_latent_cache(self) -> bool:
         """Whether K and V are one latent (MLA), in one cache that has the type of K."""
         return self.model_metadata("attention.key_length_mla") not in (None, "0")
+
+    @property
+    def cache_type_k(self) -> str:
+        """The data type that K has in the cache."""
+        return self._settings.cache_type_k
 
     @property
     def cache_type_v(self) -> str:

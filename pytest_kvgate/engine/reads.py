@@ -22,9 +22,11 @@ class AttentionRead:
     there is no softmax to read. ``mask`` is ``[n_cell]``: minus infinity where hidden. ``rotation``
     is the orthonormal ``[r, r]`` matrix
     that q and K were multiplied by in blocks before the cache, or None. ``n_rot`` counts the dims
-    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``shared_keys`` marks
-    a layer that reads another layer's cache. ``top_k`` is the number of cells that a top-k of the
-    model's own lets the mask show, None where the mask is an ordinary one.
+    that RoPE turns, the first of a head or, where ``rotated_last``, the last. ``cache`` is
+    the place of its cache among those of the step: that of the first attention node that reads it,
+    and ``shared_keys`` marks a layer that reads another layer's cache. ``top_k`` is the number of
+    cells that a top-k of the model's own lets the mask show, None where the mask is an ordinary
+    one.
     """
 
     index: int
@@ -41,6 +43,7 @@ class AttentionRead:
     rotation: NDArray[np.float32] | None
     n_rot: int
     rotated_last: bool
+    cache: int
     shared_keys: bool
     top_k: int | None
 
@@ -80,9 +83,9 @@ class AttentionNode:
     """One attention node of a decode step, to be changed before the graph goes on.
 
     ``ordinal`` is its place among the attention nodes of the step, from 0 in the order of the
-    graph. ``queries`` is ``[n_head, head_dim]`` float32 as the product received it, and
-    ``read_keys(start, stop)`` copies cells of the cache, ``[n_head_kv, stop - start, head_dim]``,
-    both in the basis of the cache.
+    graph. ``queries`` is ``[n_head, head_dim]`` float32 as the product received it, None where they
+    were not asked for, and ``read_keys(start, stop)`` copies cells of the cache, ``[n_head_kv, stop
+    - start, head_dim]``, both in the basis of the cache.
 
     Without flash attention ``open_softmax()`` returns the weights, ``[n_head, n_cell]`` float32, to
     be changed in place and given to ``write_softmax(weights)``: on the CPU they are the engine's
@@ -93,7 +96,7 @@ class AttentionNode:
     """
 
     ordinal: int
-    queries: NDArray[np.float32]
+    queries: NDArray[np.float32] | None
     read_keys: Callable[[int, int], FloatArray]
     open_softmax: Callable[[], NDArray[np.float32]] | None = None
     write_softmax: Callable[[NDArray[np.float32]], None] | None = None

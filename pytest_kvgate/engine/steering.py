@@ -18,12 +18,19 @@ from pytest_kvgate.engine.reads import AttentionNode
 
 
 class Steering:
-    """Calls ``on_node`` for each attention node of one decode step, in the order of the graph."""
+    """Calls ``on_node`` for each attention node of one decode step, in the order of the graph.
 
-    def __init__(self, ggml: Ggml, on_node: Callable[[AttentionNode], None]) -> None:
+    The graph stops in the same places with and without queries, so that its last bits do not
+    depend on what a run needs.
+    """
+
+    def __init__(
+        self, ggml: Ggml, on_node: Callable[[AttentionNode], None], *, with_queries: bool
+    ) -> None:
         self._ggml = ggml
         self._on_node = on_node
-        self._queries: dict[int, NDArray[np.float32]] = {}
+        self._with_queries = with_queries
+        self._products: dict[int, NDArray[np.float32] | None] = {}
         self.count = 0
 
     def wanted(self, node: Tensor) -> bool:
@@ -42,7 +49,7 @@ class Steering:
             # q is copied here, at its product: the scheduler may reuse its memory right after
             queries = source(node, 1)
             if queries is not None and queries.ne[1] == 1 and queries.ne[3] == 1:
-                self._queries[address] = self._heads(queries)
+                self._products[address] = self._heads(queries) if self._with_queries else None
         elif operation == "FLASH_ATTN_EXT":
             self._hand_over(self._fused(node))
         else:
@@ -56,12 +63,12 @@ class Steering:
     def _unfused(self, node: Tensor) -> AttentionNode | None:
         """Return what a ``SOFT_MAX`` node hands over; None where it is not over a cache."""
         product = source(node, 0)
-        while product is not None and ctypes.addressof(product) not in self._queries:
+        while product is not None and ctypes.addressof(product) not in self._products:
             product = source(product, 0)  # behind a scale and a softcap
         keys = None if product is None else source(product, 0)
         if product is None or keys is None:
             return None
-        queries = self._queries[ctypes.addressof(product)]
+        queries = self._products[ctypes.addressof(product)]
         return AttentionNode(
             ordinal=self.count,
             queries=queries,

@@ -20,10 +20,18 @@ FRACTIONS = {
     "min_coverage": "a share of the mass",
     "min_total_mass": "a share of the mass",
     "min_hit_rate": "a share of the page accesses",
+    "min_top1": "a share of the predicted tokens",
     "max_budget": "a fraction of the context",
     "coverage": "a share of the mass",
 }
-AT_BUDGET = ("min_coverage", "min_total_mass", "max_output_error", "min_hit_rate")
+#: Arguments that are a number above 0, with what it is.
+POSITIVES = {
+    "max_output_error": ("‖o'−o‖/‖o‖", 0.1),
+    "max_kl": ("the KL divergence of next-token distributions in nats", 0.05),
+    "max_nll_increase": ("a rise of the negative log-likelihood in nats per token", 0.05),
+}
+EFFECTS = ("max_kl", "min_top1", "max_nll_increase")
+AT_BUDGET = ("min_coverage", "min_total_mass", "max_output_error", "min_hit_rate", *EFFECTS)
 ACCEPTED_ARGUMENTS = (
     "budget",
     *AT_BUDGET,
@@ -33,6 +41,7 @@ ACCEPTED_ARGUMENTS = (
     "page_size",
     "scope",
     "layers",
+    "dense_layers",
     "confidence",
 )
 EXAMPLE = "kvgate(budget=0.02, min_coverage=0.95)"
@@ -62,7 +71,7 @@ def gate_from_arguments(
     if unknown:
         raise GateError(f"kvgate() got an unknown argument {unknown[0]!r}. Accepted: {accepted}.")
     # None stands for the default of these alone: a threshold that is None by mistake is no gate
-    optional = ("selector", "page_size", "layers", "confidence")
+    optional = ("selector", "page_size", "layers", "dense_layers", "confidence")
     given = {
         name: value for name, value in keywords.items() if value is not None or name not in optional
     }
@@ -77,8 +86,9 @@ def gate_from_arguments(
             f"kvgate(max_budget={given['max_budget']!r}): required budgets are looked for in steps "
             f"of 0.1%; {BUDGET_GRID[0]} or more is accepted."
         )
-    if "max_output_error" in given:
-        numbers["max_output_error"] = _positive("max_output_error", given["max_output_error"])
+    for name in POSITIVES:
+        if name in given:
+            numbers[name] = _positive(name, given[name])
     if "confidence" in given:
         numbers["confidence"] = _confidence(given["confidence"])
     return Gate(
@@ -86,7 +96,8 @@ def gate_from_arguments(
         selector=_selector(given, selectors),
         page_size=_page_size(given.get("page_size")),
         scope=_scope(given.get("scope", "mean")),
-        layers=_layers(given.get("layers")),
+        layers=_layers("layers", given.get("layers")),
+        dense_layers=_dense_layers(given),
     )
 
 
@@ -105,6 +116,12 @@ def _check_combination(given: Mapping[str, Any]) -> None:
         raise GateError(
             "kvgate(budget=…) has no effect on max_budget; give one of "
             f"{', '.join(AT_BUDGET)}, or leave budget out."
+        )
+    alone = [name for name in ("layers", "scope") if name in given]
+    if alone and not set(demands) - set(EFFECTS):
+        raise GateError(
+            f"kvgate({alone[0]}={given[alone[0]]!r}) has no effect on {demands[0]}, which is about "
+            "the whole model's next token. dense_layers=[…] keeps layers out of the paging."
         )
     if ("max_budget" in given) != ("coverage" in given):
         raise GateError(
@@ -136,10 +153,11 @@ def _fraction(name: str, value: object, meaning: str) -> float:
 
 
 def _positive(name: str, value: object) -> float:
+    meaning, example = POSITIVES[name]
     number = _number(value, sys.float_info.max)
     if not number:
         raise GateError(
-            f"kvgate({name}={value!r}): {name} is ‖o'−o‖/‖o‖, a number above 0, such as 0.1."
+            f"kvgate({name}={value!r}): {name} is {meaning}, a number above 0, such as {example}."
         )
     return number
 
@@ -188,14 +206,25 @@ def _scope(value: object) -> Scope:
     raise GateError(f"kvgate(scope={value!r}): accepted: {', '.join(SCOPES)}.")
 
 
-def _layers(value: object) -> tuple[int, ...] | None:
+def _layers(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     layers = tuple(value) if isinstance(value, Sequence | range | set | frozenset) else ()
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
     if not layers or isinstance(value, str | bytes) or not whole or min(layers) < 0:
         raise GateError(
-            f"kvgate(layers={value!r}): layer indices are needed, whole numbers from 0, such as "
-            "layers=[3, 7] or layers=range(8, 16)."
+            f"kvgate({name}={value!r}): layer indices are needed, whole numbers from 0, such as "
+            f"{name}=[3, 7] or {name}=range(8, 16)."
         )
     return tuple(sorted({int(layer) for layer in layers}))
+
+
+def _dense_layers(given: Mapping[str, Any]) -> tuple[int, ...]:
+    dense = _layers("dense_layers", given.get("dense_layers")) or ()
+    both = sorted(set(dense) & set(_layers("layers", given.get("layers")) or ()))
+    if both:
+        raise GateError(
+            f"kvgate(): layer {both[0]} is in layers and in dense_layers. A dense layer is "
+            "resident as a whole, so nothing of it is selected that could count."
+        )
+    return dense

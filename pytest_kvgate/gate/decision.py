@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pytest_kvgate.analysis import SOFTMAX_TOLERANCE, Profile, UndefinedError
+from pytest_kvgate.analysis.effects import ClosedLoop
 from pytest_kvgate.analysis.findings import dense_layers
 from pytest_kvgate.analysis.pages import BUDGET_GRID
 from pytest_kvgate.analysis.verification import (
@@ -15,8 +16,15 @@ from pytest_kvgate.analysis.verification import (
     is_smoke_tested,
 )
 from pytest_kvgate.analysis.wording import native_sparsity_note, percent, ranges
-from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict, on_grid
-from pytest_kvgate.gate.observation import observe
+from pytest_kvgate.gate.effects import (
+    effect_go_reason,
+    effect_missed_reason,
+    effect_notes,
+    effect_open_reason,
+    noise_problem,
+)
+from pytest_kvgate.gate.model import Check, Demand, Gate, GateResult, Verdict
+from pytest_kvgate.gate.observation import observe, observed_interval
 from pytest_kvgate.gate.reasons import go_reason, missed_reason, open_reason
 from pytest_kvgate.trace import Trace
 
@@ -26,19 +34,22 @@ UNUSUAL_ERROR = 1e-5
 FEW = 10
 
 
-def decide(gate_id: str, subject: str, gate: Gate, profile: Profile) -> GateResult:
-    """Judge one gate on the pooled profile of one model.
+def decide(
+    gate_id: str, subject: str, gate: Gate, profile: Profile, loop: ClosedLoop | None = None
+) -> GateResult:
+    """Judge one gate on the pooled profile of one model, and on its closed loop.
 
     The profile must hold the gate's budgets, coverages and `Gate.needed_selectors`, at the gate's
-    page size.
+    page size. ``loop`` must hold its `Gate.variants`; None where the gate demands nothing of the
+    next token.
     """
     page_size = profile.grid.page_size
     notes = tuple(_notes(gate, profile))
-    invalid = _invalid_reason(gate, profile)
+    invalid = _invalid_reason(gate, profile, loop)
     if invalid is not None:
         return unanswered(gate_id, subject, gate, "INVALID", invalid, page_size, notes)
     try:
-        checks = tuple(_checks(gate, profile))
+        checks = tuple(_checks(gate, profile, loop))
     except UndefinedError as error:
         return unanswered(gate_id, subject, gate, "INVALID", str(error), page_size, notes)
     states = {check.state for check in checks}
@@ -54,20 +65,39 @@ def decide(gate_id: str, subject: str, gate: Gate, profile: Profile) -> GateResu
         verdict=verdict,
         reason="",
         others={},
-        notes=(*notes, *_notes_on_intervals(checks)),
+        notes=(
+            *notes,
+            *_notes_on_intervals(checks),
+            *(() if loop is None else effect_notes(gate, profile, loop, checks)),
+        ),
     )
     deciding = result.deciding
     checked = {check.selector for check in checks if check.demand == deciding.demand}
-    others = _others(gate, profile, deciding.demand, checked)
-    explain = {"GO": go_reason, "NO-GO": missed_reason, "INCONCLUSIVE": open_reason}[verdict]
+    others = _others(gate, profile, loop, deciding.demand, checked)
     return replace(
         result,
-        reason=explain(gate, profile, deciding),
+        reason=_reason(gate, profile, loop, verdict, deciding),
         others=others,
         worst_layers=_worst_layers(gate, profile, deciding),
         dense_layers=_dense_layers(gate, profile),
-        n_layer=len(profile.layers if gate.layers is None else gate.layers),
+        n_layer=len(gate.counted_layers(profile.layers) or profile.layers),
     )
+
+
+def _reason(
+    gate: Gate, profile: Profile, loop: ClosedLoop | None, verdict: Verdict, check: Check
+) -> str:
+    """Explain a verdict by the check that decided."""
+    if check.demand.effect is not None:
+        assert loop is not None
+        explain_effect = {
+            "GO": effect_go_reason,
+            "NO-GO": effect_missed_reason,
+            "INCONCLUSIVE": effect_open_reason,
+        }[verdict]
+        return explain_effect(gate, profile, loop, check)
+    explain = {"GO": go_reason, "NO-GO": missed_reason, "INCONCLUSIVE": open_reason}[verdict]
+    return explain(gate, profile, check)
 
 
 def unanswered(
@@ -111,34 +141,38 @@ def distrust_reason(profile: Profile) -> str | None:
     return None
 
 
-def _checks(gate: Gate, profile: Profile) -> Iterator[Check]:
+def _checks(gate: Gate, profile: Profile, loop: ClosedLoop | None) -> Iterator[Check]:
     for demand in gate.demands:
         for selector in gate.checked_selectors(demand):
-            check = Check(demand, selector, observe(gate, profile, demand, selector))
+            check = Check(demand, selector, observe(gate, profile, loop, demand, selector))
             if gate.confidence is None:
                 yield check
                 continue
-            name, budget, required = demand.measure, gate.budget, demand.threshold
-            if demand.measure == "required_budget":
-                # it is small enough exactly if the budget allowed reaches the coverage
-                assert gate.coverage is not None
-                name, budget, required = "coverage", on_grid(demand.threshold), gate.coverage
-            assert budget is not None
-            found = profile.interval(
-                name, selector, budget, gate.scope, gate.layers, gate.confidence
-            )
+            found, required = observed_interval(gate, profile, loop, demand, selector)
             yield replace(check, confident=True, interval=found, interval_required=required)
 
 
 def _others(
-    gate: Gate, profile: Profile, demand: Demand, checked: Iterable[str]
+    gate: Gate,
+    profile: Profile,
+    loop: ClosedLoop | None,
+    demand: Demand,
+    checked: Iterable[str],
 ) -> dict[str, float]:
     """Return the deciding measure of the selectors that were not checked, where defined."""
     found = {}
-    for name in profile.selectors:
+    names: Iterable[str] = profile.selectors
+    if demand.effect is not None:  # a sparse run was made for those that were asked for
+        assert loop is not None
+        names = [
+            variant.selector
+            for variant in loop.runs
+            if variant == gate.variant(variant.selector, profile.grid.page_size)
+        ]
+    for name in names:
         if name not in checked:
             try:
-                value = observe(gate, profile, demand, name)
+                value = observe(gate, profile, loop, demand, name)
             except UndefinedError:
                 continue
             if value is not None:
@@ -147,11 +181,15 @@ def _others(
 
 
 def _worst_layers(gate: Gate, profile: Profile, check: Check) -> tuple[tuple[int, float], ...]:
-    """Return the layers where the deciding selector does worst; none for a required budget."""
+    """Return the layers where the deciding selector does worst; none where a layer has no number.
+
+    Neither a required budget nor an effect on the next token is a layer's.
+    """
     measure = check.demand.measure
-    if measure == "required_budget" or gate.budget is None:
+    if measure == "required_budget" or check.demand.effect is not None or gate.budget is None:
         return ()
-    samples = profile.samples(measure, check.selector, gate.budget, gate.layers)
+    layers_counted = gate.counted_layers(profile.layers)
+    samples = profile.samples(measure, check.selector, gate.budget, layers_counted)
     sign = 1 if samples.ascending else -1
     layers = sorted(samples.by_layer().items(), key=lambda item: (sign * item[1], item[0]))
     return tuple(layers[:3])
@@ -162,20 +200,17 @@ def _dense_layers(gate: Gate, profile: Profile) -> tuple[int, ...]:
     if gate.min_coverage is None or gate.budget is None:
         return ()
     dense = dense_layers(profile, gate.budget, gate.min_coverage)
-    return tuple(layer for layer in dense if gate.layers is None or layer in gate.layers)
+    counted = gate.counted_layers(profile.layers)
+    return tuple(layer for layer in dense if counted is None or layer in counted)
 
 
-def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
+def _invalid_reason(gate: Gate, profile: Profile, loop: ClosedLoop | None) -> str | None:
     distrust = distrust_reason(profile)
     if distrust is not None:
         return distrust
-    missing = sorted(set(gate.layers or ()) - set(profile.layers))
-    if missing and profile.layers:
-        return (
-            f"layer {missing[0]} of layers={list(gate.layers or ())} holds no unit that counts: it "
-            "is not a layer of this model with a KV cache and without a sliding window. Accepted: "
-            f"{ranges(profile.layers)}."
-        )
+    unknown = _unknown_layers(gate, profile)
+    if unknown is not None:
+        return unknown
     for budget in gate.measured_budgets:
         reason = profile.undefined_reason(budget)
         if reason is not None:
@@ -184,6 +219,29 @@ def _invalid_reason(gate: Gate, profile: Profile) -> str | None:
             return (
                 f"{reason}. Raise the budget{smallest}, lengthen the prompt, or use smaller pages."
             )
+    if loop is None:
+        return None
+    for variant in gate.variants(profile.grid.page_size):
+        if variant in loop.undefined:
+            return f"the closed loop is not defined: {loop.undefined[variant]}"
+    return noise_problem(gate, loop)
+
+
+def _unknown_layers(gate: Gate, profile: Profile) -> str | None:
+    """Say which layer of the gate's arguments holds no unit, or that none is left to page."""
+    for name, layers in (("layers", gate.layers or ()), ("dense_layers", gate.dense_layers)):
+        missing = sorted(set(layers) - set(profile.layers))
+        if missing and profile.layers:
+            return (
+                f"layer {missing[0]} of {name}={list(layers)} holds no unit that counts: it "
+                "is not a layer of this model with a KV cache and without a sliding window. "
+                f"Accepted: {ranges(profile.layers)}."
+            )
+    if profile.layers and set(profile.layers) <= set(gate.dense_layers):
+        return (
+            f"dense_layers={list(gate.dense_layers)} keeps every layer resident as a whole, so "
+            "nothing is left to page."
+        )
     return None
 
 
@@ -234,13 +292,16 @@ def _note_on_ignored_end(trace: Trace) -> str:
 
 
 def _notes_on_intervals(checks: Iterable[Check]) -> Iterator[str]:
-    found = next((check.interval for check in checks if check.interval is not None), None)
-    if found is None:
+    first = next((check for check in checks if check.interval is not None), None)
+    if first is None or first.interval is None:
         return
+    found, drawn = first.interval, str(first.interval.drawn)
+    if drawn == "steps" and first.demand.effect is not None:
+        drawn = "tokens"
     if found.n < FEW:
-        yield f"the interval rests on {found.n} {found.drawn} only"
+        yield f"the interval rests on {found.n} {drawn} only"
     if found.drawn == "steps":
         yield (
-            "the interval is over steps of the captured texts; they resemble each other, so it "
+            f"the interval is over {drawn} of the captured texts; they resemble each other, so it "
             "says less of other texts than several prompts would"
         )

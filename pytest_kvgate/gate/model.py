@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_kvgate.analysis import Interval, Scope
+from pytest_kvgate.analysis.effects import EFFECT_MEASURES, EffectMeasure, Variant
 from pytest_kvgate.analysis.pages import BUDGET_GRID
 from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE
 
@@ -14,8 +15,18 @@ from pytest_kvgate.analysis.selectors import LANDMARK, ORACLE
 #: answer it with the confidence asked for. Neither passes.
 Verdict = Literal["GO", "NO-GO", "INCONCLUSIVE", "INVALID", "NOT EVALUATED"]
 
-#: What is demanded; ``required_budget`` is the smallest budget that reaches a coverage.
-DemandedMeasure = Literal["coverage", "total_mass", "output_error", "hit_rate", "required_budget"]
+#: What is demanded; ``required_budget`` is the smallest budget that reaches a coverage. The last
+#: three are effects on the next token, measured in a closed loop.
+DemandedMeasure = Literal[
+    "coverage",
+    "total_mass",
+    "output_error",
+    "hit_rate",
+    "required_budget",
+    "kl",
+    "top1",
+    "nll_increase",
+]
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,12 @@ class Demand:
     @property
     def is_floor(self) -> bool:
         """Whether more is better."""
-        return self.measure not in ("output_error", "required_budget")
+        return self.measure not in ("output_error", "required_budget", "kl", "nll_increase")
+
+    @property
+    def effect(self) -> EffectMeasure | None:
+        """The effect on the next token that is demanded, None where attention itself is."""
+        return next((name for name in EFFECT_MEASURES if name == self.measure), None)
 
     @property
     def has_ceiling(self) -> bool:
@@ -42,11 +58,14 @@ class Gate:
 
     At ``budget``, a fraction of the context: coverage of ``min_coverage``, a total mass of
     ``min_total_mass``, an attention-output error up to ``max_output_error``, a share of
-    ``min_hit_rate`` page accesses that the pool serves. And up to ``max_budget``: the smallest
-    budget at which ``coverage`` is reached. ``selector`` None asks for the ceiling (oracle) and for
-    landmark where there is a ceiling, else for landmark. ``page_size`` None takes the session's, in
-    tokens. ``scope`` says how units become one number, over ``layers`` or, None, all of them.
-    ``confidence`` None compares the numbers as they are, else their intervals.
+    ``min_hit_rate`` page accesses that the pool serves; and in a closed loop, a KL of next-token
+    distributions up to ``max_kl`` nats, a share of ``min_top1`` likeliest tokens that stay, a rise
+    of the negative log-likelihood up to ``max_nll_increase`` nats per token. And up to
+    ``max_budget``: the smallest budget at which ``coverage`` is reached. ``selector`` None asks for
+    the ceiling (oracle) and for landmark where there is a ceiling, else for landmark. ``page_size``
+    None takes the session's, in tokens. ``scope`` says how units become one number, over ``layers``
+    or, None, all of them but ``dense_layers``, which are resident as a whole. ``confidence`` None
+    compares the numbers as they are, else their intervals.
     """
 
     budget: float | None = None
@@ -54,12 +73,16 @@ class Gate:
     min_total_mass: float | None = None
     max_output_error: float | None = None
     min_hit_rate: float | None = None
+    max_kl: float | None = None
+    min_top1: float | None = None
+    max_nll_increase: float | None = None
     max_budget: float | None = None
     coverage: float | None = None
     selector: str | None = None
     page_size: int | None = None
     scope: Scope = "mean"
     layers: tuple[int, ...] | None = None
+    dense_layers: tuple[int, ...] = ()
     confidence: float | None = None
 
     @property
@@ -71,6 +94,9 @@ class Gate:
             "output_error": self.max_output_error,
             "hit_rate": self.min_hit_rate,
             "required_budget": self.max_budget,
+            "kl": self.max_kl,
+            "top1": self.min_top1,
+            "nll_increase": self.max_nll_increase,
         }
         return tuple(
             Demand(measure, threshold)
@@ -102,6 +128,39 @@ class Gate:
     def needs_values(self) -> bool:
         """Whether V must be captured."""
         return self.max_output_error is not None
+
+    @property
+    def needs_closed_loop(self) -> bool:
+        """Whether the effect on the next token must be measured."""
+        return any(demand.effect is not None for demand in self.demands)
+
+    def variant(self, selector: str, page_size: int) -> Variant:
+        """Return the sparse run that tells a selector's effect; pages are of ``page_size`` tokens.
+
+        The page size of the gate, where it names one, comes first.
+        """
+        assert self.budget is not None
+        return Variant(self.page_size or page_size, self.budget, selector, self.dense_layers)
+
+    def variants(self, page_size: int) -> tuple[Variant, ...]:
+        """Return the sparse runs that a verdict needs: those checked, and the oracle's beside."""
+        checked = [
+            name
+            for demand in self.demands
+            if demand.effect is not None
+            for name in self.checked_selectors(demand)
+        ]
+        names = dict.fromkeys((ORACLE, *checked)) if checked else {}
+        return tuple(self.variant(name, page_size) for name in names)
+
+    def counted_layers(self, paged: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the layers that a measure of attention is taken over, of those that are paged.
+
+        None stands for all of them.
+        """
+        if self.layers is not None or not self.dense_layers:
+            return self.layers
+        return tuple(layer for layer in paged if layer not in self.dense_layers)
 
     def checked_selectors(self, demand: Demand) -> tuple[str, ...]:
         """The selectors that must meet a demand, the ceiling first."""
@@ -168,11 +227,10 @@ class Check:
         if self.interval is None or self.interval_required is None:
             return "open"
         low, high = self.interval.low, self.interval.high
-        if self.demand.measure == "output_error":  # the one whose interval is better when lower
-            low, high = -high, -low
-            required = -self.interval_required
-        else:
-            required = self.interval_required
+        required = self.interval_required
+        # the interval of a required budget is that of a coverage
+        if not self.demand.is_floor and self.demand.measure != "required_budget":
+            low, high, required = -high, -low, -required
         if met and low >= required:
             return "ok"
         return "missed" if not met and high < required else "open"

@@ -1,4 +1,4 @@
-"""Why a gate is met or not, in sentences."""
+"""Why a demand on attention is met or not, in sentences; `effects` has those on next tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def missed_reason(gate: Gate, profile: Profile, check: Check) -> str:
             f"attention is too diffuse: {phrase}, so no selector of pages or tokens can pass. "
             f"{_enough(gate, profile, check, TOKEN_ORACLE)}"
         )
-    ceiling = observe(gate, profile, check.demand, ORACLE)
+    ceiling = observe(gate, profile, None, check.demand, ORACLE)
     if ceiling is None or not _meets(check, ceiling):
         perfect = f"even a perfect selector of {profile.grid.page_size}-token pages"
         side = "too costly" if measure == "required_budget" else "below the threshold"
@@ -100,6 +100,8 @@ def _phrase(gate: Gate, profile: Profile, check: Check, subject: str, value: flo
     where = _SCOPES[gate.scope]
     if gate.layers is not None:
         where += f" of {len(gate.layers)} chosen layers" if where else " in the chosen layers"
+    elif gate.dense_layers:
+        where += f" {'of' if where else 'in'} the layers that are not dense"
     at = "" if gate.budget is None else f" at a budget of {percent(gate.budget)}"
     measure = check.demand.measure
     if measure == "required_budget":
@@ -125,7 +127,7 @@ def _others(gate: Gate, profile: Profile, check: Check) -> str:
         if name == check.selector:
             continue
         try:
-            value = observe(gate, profile, check.demand, name)
+            value = observe(gate, profile, None, check.demand, name)
         except UndefinedError:
             continue
         written = _WRITTEN.get(check.demand.measure, share)
@@ -140,7 +142,8 @@ def _enough(gate: Gate, profile: Profile, check: Check, selector: str) -> str:
         return f"{percent(check.required)} is allowed."
     if check.demand.measure != "coverage":
         return f"Required: {check.required:g}."
-    budget = profile.required_budget(selector, check.required, gate.scope, gate.layers)
+    layers = gate.counted_layers(profile.layers)
+    budget = profile.required_budget(selector, check.required, gate.scope, layers)
     if budget is None:
         return f"No budget lets {subject} reach {check.required}."
     return f"The smallest budget at which {subject} reaches {check.required} is {percent(budget)}."
@@ -179,13 +182,13 @@ def _more_data(gate: Gate, profile: Profile, check: Check, found: Interval) -> s
     advice = "More prompts tell more than more steps of one." if found.drawn == "steps" else ""
     if distance < 1e-9:
         return f"It lies on the threshold, which no amount of data settles. {advice}".strip()
-    wanted = max(found.n + 1, _two_digits(found.n * (half / distance) ** 2))
+    wanted = max(found.n + 1, two_digits(found.n * (half / distance) ** 2))
     return (
         f"If the number stays where it is, about {wanted} {found.drawn} would settle it. {advice}"
     ).strip()
 
 
-def _two_digits(number: float) -> int:
+def two_digits(number: float) -> int:
     """Round up to two digits: more would say more than is known."""
     unit = int(10 ** max(0, math.floor(math.log10(max(number, 1))) - 1))
     return int(math.ceil(number / unit) * unit)

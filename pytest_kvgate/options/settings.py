@@ -43,7 +43,8 @@ class Settings:
     ``traces`` and ``models`` exclude each other; both empty means nothing can be evaluated.
     ``recent`` is a fraction of the context below 1, else tokens; ``steps`` are the sampled decode
     steps; ``continuations`` are none or one per prompt; ``n_context`` None is the context the model
-    was trained with; ``verification`` is "capture" or "reference"; ``selectors`` None are all;
+    was trained with; ``verification`` is "capture" or "reference"; ``loop_tokens`` are predictions
+    of a closed loop, ``sparse_tail`` prompt tokens; ``selectors`` None are all;
     ``pool`` is a multiple of a step's pages; ``link`` is in GB/s; ``sweep`` are page sizes.
     """
 
@@ -66,6 +67,9 @@ class Settings:
     budgets: tuple[float, ...]
     selectors: tuple[str, ...] | None
     values: bool
+    closed_loop: bool
+    loop_tokens: int
+    sparse_tail: int
     ignore_eos: bool
     allow_native_sparse: bool
     pool: float
@@ -182,6 +186,9 @@ def resolve_settings(config: pytest.Config) -> Settings:
         budgets=values["budgets"],
         selectors=values["selectors"],
         values=values["values"],
+        closed_loop=values["closed-loop"],
+        loop_tokens=values["loop-tokens"],
+        sparse_tail=values["sparse-tail"],
         ignore_eos=values["ignore-eos"],
         allow_native_sparse=values["allow-native-sparse"],
         pool=values["pool"],

@@ -179,6 +179,32 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
     ),
     Option(
+        "closed-loop",
+        "",
+        "run the model with only the selected pages visible, and compare its next tokens; a gate "
+        "that needs it turns it on",
+        parse_flag,
+        "false",
+        capture_only=True,
+        switch=True,
+    ),
+    Option(
+        "loop-tokens",
+        "N",
+        "predicted tokens that a closed loop compares [64]",
+        whole_number(1, "tokens"),
+        "64",
+        capture_only=True,
+    ),
+    Option(
+        "sparse-tail",
+        "N",
+        "last prompt tokens that a closed loop reads under the selection, too [0]",
+        whole_number(0, "tokens"),
+        "0",
+        capture_only=True,
+    ),
+    Option(
         "save", "DIR", "keep each captured trace as a folder below DIR", Path, capture_only=True
     ),
     Option("page-size", "N", "tokens per KV page [32]", whole_number(1, "tokens"), "32"),

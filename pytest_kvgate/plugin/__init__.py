@@ -76,7 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "kvgate(budget, min_coverage, ...): at a budget (fraction of the context) the selector's "
         "pages must hold min_coverage of the eligible attention mass; without a selector, both "
         "oracle (the ceiling) and landmark must. Also: min_total_mass, max_output_error, "
-        "min_hit_rate, max_budget with coverage; selector, page_size, scope, layers, confidence. "
+        "min_hit_rate, max_budget with coverage; in a closed loop max_kl, min_top1, "
+        "max_nll_increase; selector, page_size, scope, layers, dense_layers, confidence. "
         "Stackable.",
     )
     state = config.stash[STATE] = State()

@@ -171,17 +171,23 @@ def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | 
     from pytest_kvgate.session import (  # noqa: PLC0415
         GateSession,
         gather_evidence,
+        gather_loops,
         swept_sizes,
     )
 
-    registry = registry_of(config)
+    registry, gates = registry_of(config), list(gates)
     evidence = gather_evidence(settings, gates, capture_folder(config), registry)
     evidence.announce = _announcer(config)
+    loops = gather_loops(settings, gates, capture_folder(config), registry)
+    if loops is not None:
+        loops.announce = _announcer(config)
     calibration = None
     if settings.calibrate:
         check_calibration(config)
         calibration = partial(calibrated, config)
-    session = GateSession(evidence, subjects, swept_sizes(settings), settings.link, calibration)
+    session = GateSession(
+        evidence, subjects, loops, swept_sizes(settings), settings.link, calibration
+    )
     state_of(config).session = session
     return session
 

@@ -28,6 +28,7 @@ TABLES = (
     "dim_ablation",
     "gap",
     "sweep",
+    "closed_loop",
 )
 
 Document = dict[str, Any]
@@ -69,6 +70,7 @@ def profile_document(
         "dim_ablation": rows.ablation_rows(pooled),
         "gap": rows.gap_rows(pooled),
         "sweep": rows.sweep_rows(sweep),
+        "closed_loop": [],
         "strides": list(strides(pooled)),
         "attention": {
             "support": rows.mean(units.support),
@@ -101,6 +103,7 @@ def gate_row(result: GateResult) -> Document:
         "measure": deciding.demand.measure,
         "scope": gate.scope,
         "layers": None if gate.layers is None else list(gate.layers),
+        "kept_dense": list(gate.dense_layers),
         "confidence": gate.confidence,
         "coverage": gate.coverage,
         "required": deciding.required,
@@ -157,7 +160,11 @@ def report_document(
         "attention": only or unknown,
         "attention_by_subject": {item["subject"]: item["attention"] for item in documents},
         "skipped_units": sum(document["skipped_units"] for document in documents),
-        "closed_loop": [],
+        "closed_loop_problems": {
+            item["subject"]: item["closed_loop_problem"]
+            for item in documents
+            if "closed_loop_problem" in item
+        },
         "calibration": calibration,
         "other_page_sizes": others,
         "gates": list(gates),

@@ -14,12 +14,14 @@ from pytest_kvgate.analysis.wording import (
     percent,
     ranges,
     share,
+    which_layers,
 )
 from pytest_kvgate.report.details import detail_blocks
 from pytest_kvgate.report.document import Document
+from pytest_kvgate.report.loops import loop_lines
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
 from pytest_kvgate.report.verification import layer_error_lines
-from pytest_kvgate.report.wording import NAMES, gate_scope, measured
+from pytest_kvgate.report.wording import NAMES, NATS, gate_scope, measured
 
 #: Columns that the name of a model or a workload may take.
 LONGEST_NAME = 80
@@ -59,7 +61,7 @@ def profile_lines(document: Document, *, verbose: bool = False) -> Iterator[str]
     parts = [*verified, _coverage(document)]
     if len(document["traces"]) > 1:
         parts.append(_alone(document))
-    parts += [_gap(document), _dense(document)]
+    parts += [_gap(document), _dense(document), loop_lines(document)]
     if verbose:
         parts += detail_blocks(document)
     if document["skipped_units"]:
@@ -99,7 +101,9 @@ def _checks(gate: Mapping[str, Any]) -> str:
         )
         kind = {"coverage": "", "required_budget": f"budget for {gate['coverage']}: "}
         name = kind.get(measure, f"{NAMES[measure]}: ")
-        bound = "allowed" if measure in ("output_error", "required_budget") else "required"
+        bound = "required"
+        if measure in ("output_error", "required_budget", *NATS):
+            bound = "allowed"
         texts.append(f"{name}{values}; {bound} {measured(measure, checks[0]['required'])}")
     return "; ".join(texts)
 
@@ -170,10 +174,7 @@ def _reasons(layers: Sequence[Mapping[str, Any]]) -> str:
     by_reason: dict[str, list[int]] = {}
     for row in layers:
         by_reason.setdefault(row["reason"], []).append(row["layer"])
-    return "; ".join(
-        f"layer{'s' if len(indices) > 1 else ''} {ranges(indices)} ({reason})"
-        for reason, indices in by_reason.items()
-    )
+    return "; ".join(f"{which_layers(indices)} ({reason})" for reason, indices in by_reason.items())
 
 
 def _layer_errors(document: Document, *, verbose: bool) -> Iterator[str]:

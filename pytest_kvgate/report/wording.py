@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_kvgate.analysis.wording import UNDEFINED, cost, percent, ranges, share
+from pytest_kvgate.analysis.wording import UNDEFINED, cost, nats, percent, share, which_layers
 
 #: What a measure is called in a sentence and above a column.
 NAMES = {
@@ -14,13 +14,20 @@ NAMES = {
     "output_error": "output error",
     "hit_rate": "hit rate",
     "required_budget": "required budget",
+    "kl": "KL",
+    "top1": "top-1 agreement",
+    "nll_increase": "NLL increase",
 }
+#: Effects on the next token that are in nats.
+NATS = ("kl", "nll_increase")
 
 
 def measured(measure: str, value: float | None) -> str:
     """Write a number of a gate: a budget as a percentage, an error cut upwards, else a share."""
     if measure == "required_budget":
         return UNDEFINED if value is None else percent(value)
+    if measure in NATS:
+        return nats(value)
     return cost(value) if measure == "output_error" else share(value)
 
 
@@ -39,7 +46,9 @@ def gate_scope(gate: Mapping[str, Any]) -> str:
     """Say what a gate's number is of, where it is not the mean over everything."""
     text = {"mean": "", "worst-layer": ", worst layer", "p05": ", worst 5% of units"}[gate["scope"]]
     if gate["layers"] is not None:
-        text += f", layers {ranges(gate['layers'])}"
+        text += f", {which_layers(gate['layers'])}"
+    if gate["kept_dense"]:
+        text += f", {which_layers(gate['kept_dense'])} dense"
     if gate["confidence"] is not None:
         text += f", confidence {percent(gate['confidence'])}"
     return text

@@ -192,6 +192,7 @@ def closed_loop(seed: int, undefined: dict[Variant, str] | None = None) -> Close
     }
     return ClosedLoop(
         noise=made(3 + seed, 99 + seed),
+        eos_ignored_from=seed or None,
         runs=runs,
         undefined=undefined or {},
         paged_layers=(1, 4),
@@ -227,6 +228,7 @@ def test_what_one_prompt_leaves_undefined_is_so_for_all() -> None:
     assert set(joined.runs) == {LANDMARK, SMALL}
     assert joined.undefined == {ORACLE: why}
     assert joined.n_token == 3 + 4 + 5
+    assert joined.eos_ignored_from == 1  # the first of any prompt
     assert joined.run(SMALL).effects.trace.tolist() == [0] * 3 + [1] * 4 + [2] * 5
     assert joined.noise.trace.tolist() == [0] * 3 + [1] * 4 + [2] * 5
     with pytest.raises(UndefinedError, match="too short"):
@@ -249,6 +251,7 @@ def test_plain_values_make_the_same_again(seed: int) -> None:
     again = ClosedLoop.from_json(json.loads(json.dumps(closed.as_json())))
     assert (again.undefined, again.paged_layers) == ({SMALL: "wörds"}, (1, 4))
     assert (again.sparse_tail, again.fused) == (closed.sparse_tail, closed.fused)
+    assert again.eos_ignored_from == closed.eos_ignored_from == (seed or None)
     assert list(again.runs) == list(closed.runs) == [LANDMARK, ORACLE]
     pairs = [(again.noise, closed.noise)]
     for variant, run in closed.runs.items():

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pytest_kvgate.analysis.effects import LoopRun, Variant
 from pytest_kvgate.closedloop import Loop, LoopSettings, NextToken
 from pytest_kvgate.closedloop.sparse import SparseRun
-from pytest_kvgate.engine import AttentionNode, Context, Engine, EngineSettings
+from pytest_kvgate.engine import AttentionHook, AttentionNode, Context, Engine, EngineSettings
 from pytest_kvgate.trace import FloatArray
 from tests.closedloop.plain import Selection
 from tests.models import FIRST_BYTE
@@ -127,9 +127,23 @@ class Watch:
 def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Watch every loop of a test."""
     seen = Watch()
+    _ask_for_queries(monkeypatch)
     _watch_decode(seen, monkeypatch)
     _watch_edit(seen, monkeypatch)
     return seen
+
+
+def _ask_for_queries(patch: pytest.MonkeyPatch) -> None:
+    """Have q handed over whether a run needs it or not."""
+    steer = AttentionHook.steer
+
+    def always(
+        hook: AttentionHook, on_node: Callable[[AttentionNode], None], *, with_queries: bool
+    ) -> None:
+        del with_queries
+        steer(hook, on_node, with_queries=True)
+
+    patch.setattr(AttentionHook, "steer", always)
 
 
 def _watch_decode(seen: Watch, patch: pytest.MonkeyPatch) -> None:
@@ -150,6 +164,7 @@ def _watch_edit(seen: Watch, patch: pytest.MonkeyPatch) -> None:
 
     def watched(run: SparseRun, node: AttentionNode) -> None:
         n_visible = seen.n_visible
+        assert node.queries is not None
         before = after = values = None
         written: list[Floats] = []
         if node.open_softmax is not None:

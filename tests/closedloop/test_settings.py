@@ -204,12 +204,13 @@ def test_a_run_does_not_depend_on_those_before_it(
         for selector in ("landmark", "quest", "oracle", "cuboid-mean")
         for dense in ((), (1,))
     ]
-    settings = replace(SETTINGS, n_token=8)
+    # decoded tokens come to stand on eligible pages, and their keys depend on the run
+    settings = replace(SETTINGS, n_token=24, recent=1)
     for engine in (F16, replace(F16, flash_attention=True)):
         with open_loop(tiny(architecture), settings=settings, engine=engine) as loop:
             closed = loop.compare([*variants, *reversed(variants)])
             again = {variant: loop.run(variant) for variant in reversed(variants)}
-        for variant in variants[1::5]:
+        for variant in (variants[0], variants[2], variants[14]):
             with open_loop(tiny(architecture), settings=settings, engine=engine) as loop:
                 alone = loop.run(variant)
             for run in (closed.run(variant), again[variant]):

@@ -61,7 +61,7 @@ def follow_elsewhere(context: Context) -> NDArray[np.float32]:
     """Decode other tokens, with an attention that is spoilt."""
     rows = []
     for token in reversed(FOLLOWING[1:]):
-        context.hook.steer(spoil)
+        context.hook.steer(spoil, with_queries=False)
         rows.append(context.decode([token]))
         context.hook.release()
     return np.stack(rows)
@@ -177,7 +177,7 @@ def test_an_edit_that_fails_leaves_a_context_that_can_be_rewound(
         first = follow(context)
         context.rewind(start)
         context.decode(FOLLOWING[:2])
-        context.hook.steer(fail)
+        context.hook.steer(fail, with_queries=False)
         with pytest.raises(ValueError, match="wrong"):
             context.decode([FOLLOWING[2]])
         context.rewind(start)
@@ -192,7 +192,7 @@ def test_a_steered_step_counts_its_attention_and_a_step_after_it_is_not_touched(
         start = context.checkpoint()
         first = context.decode(FOLLOWING[:1])
         context.rewind(start)
-        context.hook.steer(lambda node: ordinals.append(node.ordinal))
+        context.hook.steer(lambda node: ordinals.append(node.ordinal), with_queries=False)
         untouched = context.decode(FOLLOWING[:1])
         assert context.hook.release() == 2  # the router's softmax is none of them
         assert context.hook.release() == 0
@@ -200,3 +200,26 @@ def test_a_steered_step_counts_its_attention_and_a_step_after_it_is_not_touched(
         context.rewind(start)
         np.testing.assert_array_equal(context.decode(FOLLOWING[:1]), first)
     assert ordinals == [0, 1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek2", "jamba"])
+def test_queries_are_handed_over_where_they_are_asked_for_and_change_nothing(
+    models: Callable[[str], Path], architecture: str
+) -> None:
+    rows: list[NDArray[np.float32]] = []
+    shapes: list[list[tuple[int, ...] | None]] = []
+
+    def take(node: AttentionNode) -> None:
+        shapes[-1].append(None if node.queries is None else node.queries.shape)
+
+    with prefilled(models(architecture), EngineSettings(n_threads=1)) as context:
+        start = context.checkpoint()
+        for with_queries in (True, False):
+            context.rewind(start)
+            shapes.append([])
+            context.hook.steer(take, with_queries=with_queries)
+            rows.append(context.decode(FOLLOWING[:1]))
+            context.hook.release()
+    np.testing.assert_array_equal(rows[0], rows[1])
+    assert None not in shapes[0]
+    assert shapes[1] == [None] * len(shapes[0])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pytest_kvgate.analysis import SELECTORS
+from pytest_kvgate.analysis.effects import Variant
 from pytest_kvgate.gate import Demand, Gate, GateError, gate_from_arguments
 from pytest_kvgate.gate.model import DemandedMeasure
 
@@ -64,8 +65,8 @@ class TestGateFromArguments:
         assert refused(0.02, 0.95) == (
             "kvgate() got the positional argument 0.02; name every argument, as in "
             "kvgate(budget=0.02, min_coverage=0.95). Accepted: budget, min_coverage, "
-            "min_total_mass, max_output_error, min_hit_rate, max_budget, coverage, selector, "
-            "page_size, scope, layers, confidence."
+            "min_total_mass, max_output_error, min_hit_rate, max_kl, min_top1, max_nll_increase, "
+            "max_budget, coverage, selector, page_size, scope, layers, dense_layers, confidence."
         )
 
     def test_an_unknown_argument(self) -> None:
@@ -283,7 +284,8 @@ class TestNewArguments:
             (
                 {"budget": 0.1, "max_budget": 0.1, "coverage": 0.9},
                 "kvgate(budget=…) has no effect on max_budget; give one of min_coverage, "
-                "min_total_mass, max_output_error, min_hit_rate, or leave budget out.",
+                "min_total_mass, max_output_error, min_hit_rate, max_kl, min_top1, "
+                "max_nll_increase, or leave budget out.",
             ),
             ({"max_output_error": 0.1}, "kvgate() needs budget for its max_output_error"),
             (
@@ -309,3 +311,61 @@ class TestNewArguments:
         keywords = {"budget": 0.02, "min_coverage": 0.9, "selector": "mine"}
 
         assert gate_from_arguments((), keywords, ("oracle", "mine")).selector == "mine"
+
+
+class TestEffectsOnTheNextToken:
+    def test_a_gate_says_which_sparse_runs_it_needs(self) -> None:
+        gate = gate_from_arguments(
+            (), {"budget": 0.04, "max_kl": 0.05, "selector": "quest", "dense_layers": [3, 1]}
+        )
+        assert gate.needs_closed_loop
+        assert gate.variants(32) == (
+            Variant(32, 0.04, "oracle", (1, 3)),
+            Variant(32, 0.04, "quest", (1, 3)),
+        )
+        sized = gate_from_arguments((), {"budget": 0.04, "min_top1": 0.9, "page_size": 16})
+        assert sized.variants(32) == (
+            Variant(16, 0.04, "oracle"),
+            Variant(16, 0.04, "landmark"),
+        )
+
+    def test_a_gate_on_attention_alone_needs_none(self) -> None:
+        gate = gate_from_arguments((), {"budget": 0.04, "min_coverage": 0.9, "dense_layers": [0]})
+        assert not gate.needs_closed_loop
+        assert gate.variants(32) == ()
+        assert gate.counted_layers((0, 1, 2)) == (1, 2)
+
+    @pytest.mark.parametrize(
+        ("keywords", "found"),
+        [
+            ({"max_kl": 0.05}, "kvgate() needs budget for its max_kl"),
+            ({"budget": 0.1, "max_kl": 0}, "kvgate(max_kl=0): max_kl is the KL divergence"),
+            ({"budget": 0.1, "min_top1": 1.5}, "kvgate(min_top1=1.5): min_top1 is a share"),
+            (
+                {"budget": 0.1, "max_nll_increase": "a"},
+                "kvgate(max_nll_increase='a'): max_nll_increase is a rise",
+            ),
+            (
+                {"budget": 0.1, "max_kl": 0.1, "layers": [1]},
+                "kvgate(layers=[1]) has no effect on max_kl",
+            ),
+            (
+                {"budget": 0.1, "min_top1": 0.1, "scope": "p05"},
+                "kvgate(scope='p05') has no effect on min_top1",
+            ),
+            (
+                {"budget": 0.1, "min_coverage": 0.1, "layers": [1, 2], "dense_layers": [2]},
+                "kvgate(): layer 2 is in layers and in dense_layers",
+            ),
+            (
+                {"budget": 0.1, "max_kl": 0.1, "dense_layers": "1"},
+                "kvgate(dense_layers='1'): layer indices are needed",
+            ),
+            (
+                {"budget": 0.1, "max_kl": 0.1, "dense_layers": []},
+                "kvgate(dense_layers=[]): layer indices are needed",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, keywords: Mapping[str, object], found: str) -> None:
+        assert refused(**keywords).startswith(found)

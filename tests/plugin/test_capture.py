@@ -20,15 +20,15 @@ def test_gate():
 """
 
 COUNT = """
-import pytest_kvgate.pipeline
-from pytest_kvgate.pipeline import capture
+import pytest_kvgate.pipeline.evidence
+from pytest_kvgate.pipeline.evidence import capture
 
 def counted(*arguments):
     with open("captures.log", "a") as log:
         log.write("capture\\n")
     return capture(*arguments)
 
-pytest_kvgate.pipeline.capture = counted
+pytest_kvgate.pipeline.evidence.capture = counted
 """
 
 STEPS = "--kvgate-steps=0:9:4"

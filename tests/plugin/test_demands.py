@@ -52,7 +52,7 @@ GO = {
     ),
     "layers": (
         "budget=0.25, min_coverage=0.35, layers=[1]",
-        "32-token pages, layers 1: oracle 0.4102, landmark 0.3735; required 0.3500",
+        "32-token pages, layer 1: oracle 0.4102, landmark 0.3735; required 0.3500",
     ),
     "quest": (
         "budget=0.25, min_coverage=0.35, selector='quest'",
@@ -124,7 +124,7 @@ NO_GO = {
     ),
     "layers": (
         "budget=0.25, min_coverage=0.35, layers=[0], selector='oracle'",
-        "budget 25%, pages of 32 tokens, layers 0",
+        "budget 25%, pages of 32 tokens, layer 0",
         "holds 0.3471 of the eligible mass in the chosen layers at a budget of 25%, so no",
     ),
     "quest": (

@@ -14,8 +14,8 @@ WRONG = {
     "unknown": (
         "budget=0.1, min_mass=0.5",
         "*unknown argument 'min_mass'. Accepted: budget, min_coverage, min_total_mass, "
-        "max_output_error, min_hit_rate, max_budget, coverage, selector, page_size, scope, layers, "
-        "confidence.",
+        "max_output_error, min_hit_rate, max_kl, min_top1, max_nll_increase, max_budget, coverage, "
+        "selector, page_size, scope, layers, dense_layers, confidence.",
     ),
     "nothing": ("", "*kvgate() needs budget and min_coverage*"),
     "no threshold": ("budget=0.1", "*kvgate() needs min_coverage*"),

@@ -1,15 +1,9 @@
-"""The line from sources to profiles, shared by the plugin and the command: no pytest here.
-
-A source is a saved trace, or a model with a prompt to capture. A subject is one model: its sources
-are pooled into one profile. Everything is done once and kept.
-"""
+"""The line from sources to profiles: everything is captured and measured once, and kept."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,119 +12,18 @@ from pytest_kvgate.analysis import (
     PageGrid,
     Plan,
     Profile,
-    SelectorError,
     pool,
     profile_on_grids,
     require_pages,
     verify_capture,
 )
-from pytest_kvgate.analysis.wording import distinct
-from pytest_kvgate.capture import (
-    CaptureError,
-    CaptureSettings,
-    Prompt,
-    capture,
-    read_prompt,
-    with_continuation,
-)
-from pytest_kvgate.engine import EngineError, check_model_file, require_llama
+from pytest_kvgate.capture import CaptureError, CaptureSettings, Prompt, capture
+from pytest_kvgate.pipeline.errors import EVIDENCE_ERRORS, EvidenceError
+from pytest_kvgate.pipeline.sharing import key_of, once
+from pytest_kvgate.pipeline.sources import Source, Subject, prompt_of
 from pytest_kvgate.trace import Trace, TraceError, load_trace
 
 T = TypeVar("T")
-
-#: What makes evidence unusable; each says why in a sentence.
-EVIDENCE_ERRORS = (CaptureError, EngineError, SelectorError, TraceError)
-
-
-class EvidenceError(RuntimeError):
-    """A trace could not be captured, loaded or measured; the message says why."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A saved ``trace``, or a ``model`` and a ``prompt`` to capture under the name ``workload``.
-
-    ``continuation`` is a file with what the decode is to follow, None to let the model choose.
-    """
-
-    label: str
-    trace: Path | None = None
-    model: Path | None = None
-    prompt: Path | None = None
-    continuation: Path | None = None
-    workload: str | None = None
-
-
-@dataclass(frozen=True)
-class Subject:
-    """One model, with the sources that say something about it."""
-
-    label: str
-    sources: tuple[Source, ...]
-
-
-def model_subjects(
-    models: Sequence[Path], prompts: Sequence[Path], continuations: Sequence[Path] = ()
-) -> tuple[Subject, ...]:
-    """Return one subject per model, each with every prompt; ``continuations`` are none or as many.
-
-    Raises:
-        EngineError: a file is missing or no GGUF model, or the engine is not installed.
-    """
-    if models:
-        require_llama()
-    for model in models:
-        check_model_file(model)
-    labels = distinct([model.stem for model in models])
-    prompt_labels = distinct([prompt.stem for prompt in prompts])
-    followed: Sequence[Path | None] = continuations or (None,) * len(prompts)
-    return tuple(
-        Subject(
-            label,
-            tuple(
-                Source(
-                    f"{label} · {prompt_label}",
-                    model=model,
-                    prompt=prompt,
-                    continuation=continuation,
-                    workload=prompt_label,
-                )
-                for prompt, continuation, prompt_label in zip(
-                    prompts, followed, prompt_labels, strict=True
-                )
-            ),
-        )
-        for model, label in zip(models, labels, strict=True)
-    )
-
-
-def trace_subjects(directories: Sequence[Path]) -> tuple[Subject, ...]:
-    """Group saved traces by the model and the K cache type they were captured with.
-
-    Raises:
-        TraceError: a trace is not whole.
-    """
-    groups: dict[str, list[tuple[Trace, Path]]] = {}
-    places = [directory.resolve() for directory in directories]
-    for number, directory in enumerate(directories):
-        if places[number] in places[:number]:
-            raise TraceError(f"trace {directory} is given twice; it would count twice.")
-        trace = load_trace(directory)
-        key = json.dumps([trace.model, trace.capture.get("cache_type_k")], sort_keys=True)
-        groups.setdefault(key, []).append((trace, directory))
-    labels = distinct([str(members[0][0].model["name"]) for members in groups.values()])
-    return tuple(
-        Subject(
-            label,
-            tuple(
-                Source(name, trace=path)
-                for name, (_, path) in zip(
-                    distinct([trace.label for trace, _ in members]), members, strict=True
-                )
-            ),
-        )
-        for label, members in zip(labels, groups.values(), strict=True)
-    )
 
 
 @dataclass
@@ -220,15 +113,9 @@ class Evidence:
 
     def _capture_once(self, source: Source) -> Trace:
         assert source.model is not None
-        assert source.prompt is not None
-        prompt = read_prompt(source.prompt)
-        if source.workload is not None:
-            prompt = replace(prompt, name=source.workload)
-        if source.continuation is not None:
-            prompt = with_continuation(prompt, source.continuation)
+        prompt = prompt_of(source)
         # by content: each worker may have been handed a copy of the prompt of its own
-        parts = (str(source.model.resolve()), repr(prompt), repr(self.settings))
-        key = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        key = key_of(str(source.model.resolve()), repr(prompt), repr(self.settings))
         known = once(self.folder, key, partial(self._capture, source, source.model, prompt))
         if known["error"] is not None:
             raise CaptureError(known["error"])
@@ -244,21 +131,6 @@ class Evidence:
         if self.save is not None:
             self.announce(f"kept as {trace.directory}")
         return {"directory": str(trace.directory), "error": None}
-
-
-def once(folder: Path, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``make`` returns, JSON values, made by the first process that asks for it.
-
-    The processes share ``folder``; the others wait. An exception is not remembered.
-    """
-    from filelock import FileLock  # noqa: PLC0415 - the llama extra brings it
-
-    outcome = folder / f"{name}.json"
-    with FileLock(folder / f"{name}.lock"):
-        if not outcome.exists():
-            outcome.write_text(json.dumps(make()), encoding="utf-8")
-        known: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
-    return known
 
 
 def _unless_error(value: T | Exception) -> T:

@@ -1,0 +1,5 @@
+"""``python -m pytest_kvgate.cli``."""
+
+from pytest_kvgate.cli import main
+
+raise SystemExit(main())
