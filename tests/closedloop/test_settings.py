@@ -199,18 +199,18 @@ def test_a_run_does_not_depend_on_those_before_it(
 ) -> None:
     """Summaries and cells are cut back; page sizes do not get into each other's way."""
     variants = [
-        Variant(size, 0.12, selector, dense)
-        for size in (8, 16)
-        for selector in ("landmark", "quest", "oracle", "cuboid-mean")
-        for dense in ((), (1,))
+        Variant(8, 0.12, "landmark"),
+        Variant(16, 0.12, "quest", (1,)),
+        Variant(8, 0.12, "oracle"),
+        Variant(16, 0.12, "cuboid-mean"),
     ]
     # decoded tokens come to stand on eligible pages, and their keys depend on the run
     settings = replace(SETTINGS, n_token=24, recent=1)
     for engine in (F16, replace(F16, flash_attention=True)):
         with open_loop(tiny(architecture), settings=settings, engine=engine) as loop:
-            closed = loop.compare([*variants, *reversed(variants)])
+            closed = loop.compare(variants)
             again = {variant: loop.run(variant) for variant in reversed(variants)}
-        for variant in (variants[0], variants[2], variants[14]):
+        for variant in variants[::3]:
             with open_loop(tiny(architecture), settings=settings, engine=engine) as loop:
                 alone = loop.run(variant)
             for run in (closed.run(variant), again[variant]):
