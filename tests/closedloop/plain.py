@@ -70,34 +70,39 @@ class Selection:
         n = masses.shape[1]
         if self.selector == TOKEN_ORACLE:
             tokens = [j for page in self.pages(n) for j in self.tokens(page)]
-            count = self.chosen(n) * self.page_size
-            return sorted(tokens, key=lambda j: (-masses[:, j].sum(), j))[:count]
+            count, by_token = self.chosen(n) * self.page_size, masses.sum(axis=0).tolist()
+            return sorted(tokens, key=lambda j: (-by_token[j], j))[:count]
         pages, scores = self.pages(n), self.scores(masses, queries, keys)
         order = sorted(range(len(pages)), key=lambda place: (-scores[place], place))
         return [pages[place] for place in order[: self.chosen(n)]]
 
     def kept(self, masses: Reals, queries: Reals, keys: Reals) -> set[int]:
         """Return the eligible positions that a KV head keeps."""
-        items = self.kept_items(masses, queries, keys)
+        return self.positions(self.kept_items(masses, queries, keys))
+
+    def positions(self, items: list[int]) -> set[int]:
+        """Return the positions of pages, or of tokens where those are kept."""
         if self.selector == TOKEN_ORACLE:
             return set(items)
         return {j for page in items for j in self.tokens(page)}
 
-    def visible(self, masses: Reals, queries: Reals, keys: Reals) -> NDArray[np.bool_]:
-        """Return which positions a KV head attends to, ``[n]``."""
-        eligible = {j for page in self.pages(masses.shape[1]) for j in self.tokens(page)}
-        hidden = eligible - self.kept(masses, queries, keys)
-        return np.array([j not in hidden for j in range(masses.shape[1])])
+    def eligible(self, n: int) -> list[int]:
+        """Return the positions on eligible pages."""
+        return [j for page in self.pages(n) for j in self.tokens(page)]
 
-    def coverage(self, masses: Reals, queries: Reals, keys: Reals) -> float:
-        """Return the share of the eligible mass that a KV head keeps."""
-        eligible = [j for page in self.pages(masses.shape[1]) for j in self.tokens(page)]
-        kept = sorted(self.kept(masses, queries, keys))
-        return float(masses[:, kept].sum() / masses[:, eligible].sum())
+    def visible(self, n: int, kept: set[int]) -> NDArray[np.bool_]:
+        """Return which positions a KV head attends to that keeps some, ``[n]``."""
+        hidden = set(self.eligible(n)) - kept
+        return np.array([j not in hidden for j in range(n)])
 
-    def lost(self, masses: Reals, queries: Reals, keys: Reals) -> float:
+    def coverage(self, masses: Reals, kept: set[int]) -> float:
+        """Return the share of the eligible mass that a KV head keeps, of ``[G, n]``."""
+        held = masses[:, sorted(kept)].sum()
+        return float(held / masses[:, self.eligible(masses.shape[1])].sum())
+
+    def lost(self, masses: Reals, kept: set[int]) -> float:
         """Return the share of the mass of all tokens that a KV head does not attend to."""
-        hidden = ~self.visible(masses, queries, keys)
+        hidden = ~self.visible(masses.shape[1], kept)
         return float(masses[:, hidden].sum() / masses.sum())
 
 
@@ -210,11 +215,13 @@ class PlainLlama:
             masses = softmax(of_group @ all_keys[:, kv_head].T / np.sqrt(self.head_dim))
             if selection is not None:
                 seen = (masses, of_group, all_keys[:, kv_head])
+                items = selection.kept_items(*seen)
+                self.kept[position + 1, layer, kv_head] = items
+                kept = selection.positions(items)
                 share = self.shares.setdefault(layer, Share())
-                share.coverage.append(selection.coverage(*seen))
-                share.lost.append(selection.lost(*seen))
-                self.kept[position + 1, layer, kv_head] = selection.kept_items(*seen)
-                masses = renormalised(masses, selection.visible(*seen))
+                share.coverage.append(selection.coverage(masses, kept))
+                share.lost.append(selection.lost(masses, kept))
+                masses = renormalised(masses, selection.visible(position + 1, kept))
             outputs.append(masses @ all_values[:, kv_head])
         return np.asarray(self._weight(layer, "attn_output") @ np.concatenate(outputs).ravel())
 

@@ -68,8 +68,9 @@ def by_definition(node: Edited, choice: Selection, cache_type: str) -> tuple[Rea
     for kv_head in range(n_head_kv):
         heads = slice(kv_head * group, (kv_head + 1) * group)
         seen = before[heads], queries[heads], keys[kv_head]
-        coverage.append(choice.coverage(*seen))
-        after.append(renormalised(before[heads], choice.visible(*seen)))
+        kept = choice.kept(*seen)
+        coverage.append(choice.coverage(before[heads], kept))
+        after.append(renormalised(before[heads], choice.visible(node.n_visible, kept)))
     return np.concatenate(after), coverage
 
 

@@ -78,8 +78,9 @@ def output_by_definition(
             continue
         keys = node.keys[kv_head].astype(np.float64)
         seen = masses, queries[kv_head] @ turn, keys @ turn
-        coverage.append(choice.coverage(*seen))
-        outputs.append(renormalised(masses, choice.visible(*seen)) @ values)
+        kept = choice.kept(*seen)
+        coverage.append(choice.coverage(masses, kept))
+        outputs.append(renormalised(masses, choice.visible(node.n_visible, kept)) @ values)
     return np.concatenate(outputs), coverage
 
 
