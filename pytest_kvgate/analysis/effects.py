@@ -185,6 +185,19 @@ class ClosedLoop:
             ),
         )
 
+    def noise_level(self, measure: EffectMeasure) -> float:
+        """Return what an edit that changes nothing comes to: what is no larger is no effect.
+
+        Rises and falls of the NLL cancel in a mean, so its level is the farther end of the interval
+        of that mean.
+        """
+        mean = self.noise.mean(measure)
+        if measure != "nll_increase":
+            return mean
+        found = self.noise.interval(measure)
+        ends = (mean,) if found is None else (mean, found.low, found.high)
+        return max(map(abs, ends))
+
     def run(self, variant: Variant) -> LoopRun:
         """Return one sparse run.
 

@@ -152,8 +152,11 @@ def _parser() -> argparse.ArgumentParser:
             add_option(profile, option)
         if option.name in (*LOOP_OPTIONS, "pool"):
             add_option(plan, replace(option, repeatable=False))
-        if option.name in (*LOOP_OPTIONS, "selectors", "report"):
-            single = replace(option, repeatable=option.name == "report")
-            add_option(loop, single)
+        if option.name in LOOP_OPTIONS:
+            add_option(loop, replace(option, repeatable=False))
+        if option.name == "selectors":
+            add_option(loop, replace(option, help="selectors to compare [oracle,landmark]"))
+        if option.name == "report":
+            add_option(loop, option)
     verify.set_defaults(flash_attn=True)
     return parser

@@ -103,6 +103,8 @@ def run_plan(parsed: argparse.Namespace) -> int:
         )
     for line in plan_lines(plan_document(found)):
         print(line)
+    if started.eos_ignored_from is not None:
+        print(f"END OF TEXT IGNORED from decode step {started.eos_ignored_from} on.")
     return 0 if found.best is not None else 1
 
 

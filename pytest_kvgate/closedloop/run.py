@@ -143,6 +143,8 @@ class Loop:
                 f"layer {unknown[0]} of dense_layers={list(variant.dense_layers)} is not paged, so "
                 f"it cannot be kept dense. Accepted: {ranges(self.paged_layers)}."
             )
+        if set(self.paged_layers) <= set(variant.dense_layers):
+            return "every layer is kept dense, so nothing is left to page."
         grid, n_visible = self._settings.grid(variant.page_size), self._n_start + 1
         first, end = grid.eligible(n_visible)
         if first == end:

@@ -80,9 +80,7 @@ def noise_problem(gate: Gate, loop: ClosedLoop) -> str | None:
     for demand in gate.demands:
         if demand.effect is None:
             continue
-        noise = loop.noise.mean(demand.effect)
-        if demand.effect == "nll_increase":
-            noise = abs(noise)
+        noise = loop.noise_level(demand.effect)
         tighter = demand.threshold > noise if demand.is_floor else demand.threshold < noise
         if tighter:
             return (
@@ -101,7 +99,7 @@ def effect_notes(
     for check in checks:
         effect = check.demand.effect
         if effect in ("kl", "nll_increase") and check.observed is not None:
-            noise = abs(loop.noise.mean(effect))
+            noise = loop.noise_level(effect)
             if abs(check.observed) <= noise:
                 yield (
                     f"{_NAMES[effect]} of {check.selector} lies within the noise of "
@@ -109,6 +107,11 @@ def effect_notes(
                 )
     coverages = [check for check in checks if check.demand.measure == "coverage"]
     effects = [check for check in checks if check.demand.effect is not None]
+    if effects and loop.eos_ignored_from is not None:
+        yield (
+            f"end of text ignored in the closed loop from decode step {loop.eos_ignored_from} on: "
+            "what follows is text that the model would not have written"
+        )
     if effects and loop.sparse_tail == 0 and all(check.passed for check in effects):
         yield (
             "the prompt was read densely; --kvgate-sparse-tail reads its end under the selection, "

@@ -108,10 +108,14 @@ class StartedLoop:
     loop: Loop
     greedy: Greedy | None
 
+    @property
+    def eos_ignored_from(self) -> int | None:
+        """The first decode step where the model was kept from ending its text, if there is one."""
+        return None if self.greedy is None else self.greedy.eos_ignored_from
+
     def compare(self, variants: tuple[Variant, ...]) -> ClosedLoop:
         """Return the effects of each variant."""
-        ignored = None if self.greedy is None else self.greedy.eos_ignored_from
-        return replace(self.loop.compare(variants), eos_ignored_from=ignored)
+        return replace(self.loop.compare(variants), eos_ignored_from=self.eos_ignored_from)
 
 
 def start_loop(

@@ -160,6 +160,11 @@ def report_document(
         "attention": only or unknown,
         "attention_by_subject": {item["subject"]: item["attention"] for item in documents},
         "skipped_units": sum(document["skipped_units"] for document in documents),
+        "closed_loop_runs": {
+            item["subject"]: item["closed_loop_run"]
+            for item in documents
+            if "closed_loop_run" in item
+        },
         "closed_loop_problems": {
             item["subject"]: item["closed_loop_problem"]
             for item in documents

@@ -9,6 +9,7 @@ from pytest_kvgate.analysis.effects import ClosedLoop, TokenEffects, Variant
 from pytest_kvgate.analysis.wording import UNDEFINED, nats, part, percent, share, which_layers
 from pytest_kvgate.report.document import TABLES
 from pytest_kvgate.report.tables import table, wrap
+from pytest_kvgate.report.wording import count
 
 Row = dict[str, Any]
 
@@ -25,7 +26,7 @@ def loop_document(loop: ClosedLoop, page_size: int) -> Row:
             "nll_dense": float(loop.noise.nll_dense.mean()),
             "noise_floor": loop.noise.mean("kl"),
             "noise_top1": loop.noise.mean("top1"),
-            "noise_nll_increase": loop.noise.mean("nll_increase"),
+            "noise_nll_increase": loop.noise_level("nll_increase"),
         },
     }
 
@@ -98,9 +99,9 @@ def _headline(run: Mapping[str, Any]) -> str:
     if run["eos_ignored_from"] is not None:
         past_end = f"; END OF TEXT IGNORED from decode step {run['eos_ignored_from']} on"
     return (
-        f"closed loop: {run['n_tokens']} predicted tokens, sparse from {since} on; dense NLL "
-        f"{part(run['nll_dense'])}. Noise, by {by}: KL {nats(run['noise_floor'])}, top-1 "
-        f"{share(run['noise_top1'])}, NLL {_signed(run['noise_nll_increase'])}{past_end}"
+        f"closed loop: {count(run['n_tokens'], 'predicted token')}, sparse from {since} on; dense "
+        f"NLL {part(run['nll_dense'])}. Noise, by {by}: KL {nats(run['noise_floor'])}, top-1 "
+        f"{share(run['noise_top1'])}, NLL ±{nats(run['noise_nll_increase'])}{past_end}"
     )
 
 

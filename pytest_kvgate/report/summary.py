@@ -21,7 +21,7 @@ from pytest_kvgate.report.document import Document
 from pytest_kvgate.report.loops import loop_lines
 from pytest_kvgate.report.tables import blocks, by_budget, shorten, table, wrap
 from pytest_kvgate.report.verification import layer_error_lines
-from pytest_kvgate.report.wording import NAMES, NATS, gate_scope, measured
+from pytest_kvgate.report.wording import NAMES, NATS, count, gate_scope, measured
 
 #: Columns that the name of a model or a workload may take.
 LONGEST_NAME = 80
@@ -66,7 +66,7 @@ def profile_lines(document: Document, *, verbose: bool = False) -> Iterator[str]
         parts += detail_blocks(document)
     if document["skipped_units"]:
         parts.append(
-            iter([f"  {_count(document['skipped_units'], 'unit')} skipped: no eligible mass."])
+            iter([f"  {count(document['skipped_units'], 'unit')} skipped: no eligible mass."])
         )
     yield from blocks(parts)
 
@@ -154,8 +154,8 @@ def _trace_line(trace: Mapping[str, Any], name: str) -> str:
     past_end = "" if ignored is None else f"; END OF TEXT IGNORED from decode step {ignored} on"
     return (
         f"{name}: {trace['n_context']} tokens, "
-        f"{_count(trace['n_steps'], 'step')}{followed}, "
-        f"{_count(len(trace['paged_layers']), 'layer')}; {checked}{past_end}"
+        f"{count(trace['n_steps'], 'step')}{followed}, "
+        f"{count(len(trace['paged_layers']), 'layer')}; {checked}{past_end}"
     )
 
 
@@ -272,10 +272,6 @@ def _dense(document: Document) -> Iterator[str]:
     yield from wrap(
         f"Dense at {percent(row['budget'])}, to keep resident for {row['coverage']}: {text}.", "  "
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _recent(recent: float) -> str:

@@ -31,6 +31,11 @@ def measured(measure: str, value: float | None) -> str:
     return cost(value) if measure == "output_error" else share(value)
 
 
+def count(number: int, noun: str) -> str:
+    """Write a number of things: 1 layer, 2 layers."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def bytes_text(value: float | None) -> str:
     """Write a number of bytes in the largest unit of at least 1: 1536 → 1.5 KiB."""
     if value is None:
