@@ -176,3 +176,15 @@ def test_where_nothing_that_is_kept_has_any_weight_the_run_is_refused(
     np.testing.assert_array_equal(found.effects.kl, expected.effects.kl)
     assert found.layers == expected.layers
     assert expected.coverage == pytest.approx(1)
+
+
+def test_a_unit_without_eligible_mass_is_not_counted(planted: Planted, tmp_path: Path) -> None:
+    """Two of the free first tokens take the whole softmax, one for each KV head."""
+    background = [16 + position % 32 for position in range(N_PROMPT - 2)]
+    steep = replace(planted, strengths=planted.strengths * 1000, prompt=(4, 12, *background))
+    model = steep.write(tmp_path / "free.gguf")
+    with open_loop(model, steep.prompt, follow([QUERY] * (N_STEP + 1)), SETTINGS) as loop:
+        run = loop.run(Variant(PAGE_SIZE, BUDGET, "recency"))
+    share = run.layers[0]
+    assert (share.n_unit, share.n_step) == (0, N_STEP * N_HEAD_KV)
+    assert (share.coverage, share.lost, run.coverage) == (0, 0, None)
