@@ -161,6 +161,11 @@ class Loop:
         edit = self._edit(variant)
         with one_blas_thread():
             effects = self._dense.effects(self._replayed(edit))
+        if not np.isfinite([effects.kl, effects.nll_dense, effects.nll_sparse]).all():
+            raise ClosedLoopError(
+                "the model rules a token out that followed, or that it would have chosen "
+                "otherwise, so its KL or NLL is not finite. Follow another continuation."
+            )
         return LoopRun(effects, edit.shares)
 
     def dense_logits(self) -> Iterator[NDArray[np.float32]]:

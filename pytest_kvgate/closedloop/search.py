@@ -241,9 +241,9 @@ def propose(
     defined: list[_Costs] = []
     for budget in budgets:
         costs = runs.costs(budget)
-        problem = loop.problem(runs.variant(costs, ()))
-        if problem is None and costs.least >= runs.ceiling:
-            problem = SAVES_NOTHING
+        problem: str | None = SAVES_NOTHING
+        if costs.least < runs.ceiling:
+            problem = loop.problem(runs.variant(costs, ()))
         if problem is None:
             defined.append(costs)
         else:

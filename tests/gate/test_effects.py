@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,25 @@ def test_a_run_that_is_not_defined_is_invalid_with_its_reason(profile: Profile) 
         "INVALID",
         "the closed loop is not defined: 40% of 3 tokens is 1 token",
     )
+
+
+def test_an_end_of_text_that_the_loop_ignored_is_a_note(profile: Profile) -> None:
+    loop = loop_of(oracle=effects(0.01), landmark=effects(0.01))
+    result = judged(profile, replace(loop, eos_ignored_from=25), max_kl=0.05)
+    assert result.verdict == "GO"
+    assert any(
+        note.startswith("end of text ignored in the closed loop from decode step 25 on")
+        for note in result.notes
+    )
+
+
+def test_noise_of_the_nll_does_not_cancel(profile: Profile) -> None:
+    shifts = np.where(np.arange(N_TOKEN) % 2, 0.3, -0.3)
+    noise = replace(effects(), nll_sparse=1 + shifts)
+    assert noise.mean("nll_increase") == pytest.approx(0)
+    nothing = effects()
+    result = judged(
+        profile, loop_of(noise, oracle=nothing, landmark=nothing), max_nll_increase=0.05
+    )
+    assert result.verdict == "INVALID"
+    assert "an NLL increase of 0.05 cannot be judged here" in result.reason
