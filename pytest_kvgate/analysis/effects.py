@@ -282,8 +282,8 @@ class DenseRun:
             probable = np.exp(before)
             with np.errstate(invalid="ignore"):  # a token that both rule out costs nothing
                 terms = np.where(probable > 0, before - after, 0.0)
-            # rounding may leave a sum of terms of either sign a little below 0
-            kl.append(max(0.0, float(probable @ terms)))
+            # rounding may leave a sum of terms of either sign a little below 0; NaN stays NaN
+            kl.append(np.maximum(probable @ terms, 0.0))
             agrees.append(before.argmax() == after.argmax())
             nll_dense.append(-before[target])
             nll_sparse.append(-after[target])

@@ -82,7 +82,7 @@ class PageSummaries:
 
     def pages(self, n_page: int) -> PageKeys:
         """Return the first ``n_page`` pages, KV heads first, for a selector to score."""
-        return KeptPageKeys(self._rows[:, :n_page], self._first_page, kept=self)
+        return KeptPageKeys(read_only(self._rows[:, :n_page]), self._first_page, kept=self)
 
     def summary(self, name: str, pages: PageKeys) -> NDArray[np.float32]:
         """Return one summary of all ``pages``, ``[…, n_page, head_dim]``; only new ones are made.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvgate.options import Option
+from pytest_kvgate.options import OPTIONS, Option
 from pytest_kvgate.options.values import (
     ReportTarget,
     engine_problem,
@@ -113,3 +113,18 @@ def parse_runs(text: str) -> int:
         return whole_number(1, "runs")(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+
+
+def changed_options(parsed: argparse.Namespace, names: Collection[str]) -> list[str]:
+    """Return the options among ``names`` that are not as usual, as pytest takes them."""
+    changed = []
+    for option in OPTIONS:
+        if option.name not in names:
+            continue
+        value = getattr(parsed, option.name.replace("-", "_"))
+        if option.switch and value:
+            changed.append(option.flag)
+        elif option.default is not None and value != option.parse(option.default):
+            text = "on" if value is True else value
+            changed.append(f"{option.flag}={text}")
+    return changed

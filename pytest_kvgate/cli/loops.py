@@ -8,11 +8,24 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_kvgate.cli.arguments import capture_settings
+from pytest_kvgate.cli.arguments import capture_settings, changed_options
 
 if TYPE_CHECKING:
     from pytest_kvgate.analysis.effects import Variant
     from pytest_kvgate.closedloop import LoopSettings
+
+
+#: Options that a plan depends on and that its gate cannot name.
+PLANNED_WITH = (
+    "cache-type-k",
+    "cache-type-v",
+    "flash-attn",
+    "loop-tokens",
+    "sparse-tail",
+    "ignore-eos",
+    "sinks",
+    "recent",
+)
 
 
 def run_closed_loop(parsed: argparse.Namespace) -> int:
@@ -103,6 +116,9 @@ def run_plan(parsed: argparse.Namespace) -> int:
         )
     for line in plan_lines(plan_document(found)):
         print(line)
+    changed = changed_options(parsed, PLANNED_WITH)
+    if found.best is not None and changed:
+        print(f"It was measured with {' '.join(changed)}.")
     if started.eos_ignored_from is not None:
         print(f"END OF TEXT IGNORED from decode step {started.eos_ignored_from} on.")
     return 0 if found.best is not None else 1

@@ -118,7 +118,7 @@ def learn_layers(
         raise ClosedLoopError(
             f"{n_visible} tokens fit into this model's sliding window of {sliding_window}, so "
             "layers with a window cannot be told from those without. Use a prompt longer than the "
-            "window."
+            "window, not counting its sparse tail (--kvgate-sparse-tail)."
         )
     return layers
 

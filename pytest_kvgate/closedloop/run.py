@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_kvgate.analysis import PAGE_SELECTORS, PageGrid, Selector
-from pytest_kvgate.analysis.effects import ClosedLoop, DenseRun, LoopRun, Variant
+from pytest_kvgate.analysis import PAGE_SELECTORS, PageGrid, Selector, SelectorError
+from pytest_kvgate.analysis.effects import ClosedLoop, DenseRun, LoopRun, TokenEffects, Variant
 from pytest_kvgate.analysis.threads import one_blas_thread
 from pytest_kvgate.analysis.wording import ranges
 from pytest_kvgate.closedloop.caches import kv_caches
@@ -97,7 +97,7 @@ class Loop:
         self._context.rewind(self._start)
         with one_blas_thread():
             self._dense = self._run_dense(tail, logits, next_token)
-            self.noise = self._dense.effects(
+            self.noise = self._effects(
                 self.dense_logits() if self._fused else self._replayed(self._edit())
             )
 
@@ -122,10 +122,13 @@ class Loop:
         runs: dict[Variant, LoopRun] = {}
         for variant in dict.fromkeys(variants):
             problem = self.problem(variant)
-            if problem is None:
-                runs[variant] = self.run(variant)
-            else:
+            if problem is not None:
                 undefined[variant] = problem
+                continue
+            try:
+                runs[variant] = self.run(variant)
+            except SelectorError as error:  # of one selector, and no matter of the others
+                undefined[variant] = str(error)
         return ClosedLoop(
             noise=self.noise,
             runs=runs,
@@ -149,8 +152,9 @@ class Loop:
         first, end = grid.eligible(n_visible)
         if first == end:
             return (
-                f"at {n_visible} tokens all positions are free, so there is no page to select. "
-                "Lengthen the prompt, or use smaller pages."
+                f"at the first sparse step, of {n_visible} tokens, all positions are free, so "
+                "there is no page to select. Lengthen the prompt, shorten its sparse tail "
+                "(--kvgate-sparse-tail), or use smaller pages."
             )
         if not grid.pages_for(variant.budget, n_visible):
             return grid.shortfall(variant.budget, n_visible)
@@ -160,17 +164,21 @@ class Loop:
         """Decode the same tokens under a selection that is defined."""
         edit = self._edit(variant)
         with one_blas_thread():
-            effects = self._dense.effects(self._replayed(edit))
-        if not np.isfinite([effects.kl, effects.nll_dense, effects.nll_sparse]).all():
-            raise ClosedLoopError(
-                "the model rules a token out that followed, or that it would have chosen "
-                "otherwise, so its KL or NLL is not finite. Follow another continuation."
-            )
+            effects = self._effects(self._replayed(edit))
         return LoopRun(effects, edit.shares)
 
     def dense_logits(self) -> Iterator[NDArray[np.float32]]:
         """Decode the same tokens with the engine's own attention; yield ``[n_vocab]`` for each."""
         return self._replayed(None)
+
+    def _effects(self, logits: Iterator[NDArray[np.float32]]) -> TokenEffects:
+        effects = self._dense.effects(logits)
+        if not np.isfinite([effects.kl, effects.nll_dense, effects.nll_sparse]).all():
+            raise ClosedLoopError(
+                "the model gives a probability of 0 to a token that followed, or that it would "
+                "have chosen otherwise, so KL or NLL is not finite. Follow another continuation."
+            )
+        return effects
 
     def _edit(self, variant: Variant | None = None) -> SparseRun:
         return SparseRun(self._cells, variant, self._settings.registry)
@@ -218,7 +226,7 @@ class Loop:
             logits = context.decode([token])
             if context.hook.release() != len(self.layers):
                 raise ClosedLoopError(COMES_AND_GOES)
-        if np.isnan(logits).any() or np.isposinf(logits).any():
+        if not np.isfinite(logits.max()):  # NaN, infinity, or every token ruled out
             raise ClosedLoopError(
                 f"after token {context.n_token} the model's logits are no finite numbers."
             )

@@ -208,7 +208,7 @@ def _invalid_reason(gate: Gate, profile: Profile, loop: ClosedLoop | None) -> st
     distrust = distrust_reason(profile)
     if distrust is not None:
         return distrust
-    unknown = _unknown_layers(gate, profile)
+    unknown = _unknown_layers(gate, profile, loop)
     if unknown is not None:
         return unknown
     for budget in gate.measured_budgets:
@@ -227,17 +227,24 @@ def _invalid_reason(gate: Gate, profile: Profile, loop: ClosedLoop | None) -> st
     return noise_problem(gate, loop)
 
 
-def _unknown_layers(gate: Gate, profile: Profile) -> str | None:
-    """Say which layer of the gate's arguments holds no unit, or that none is left to page."""
-    for name, layers in (("layers", gate.layers or ()), ("dense_layers", gate.dense_layers)):
-        missing = sorted(set(layers) - set(profile.layers))
-        if missing and profile.layers:
+def _unknown_layers(gate: Gate, profile: Profile, loop: ClosedLoop | None) -> str | None:
+    """Say which layer of the gate's arguments holds no unit, or that none is left to page.
+
+    A closed loop also pages the layers that read another layer's cache, which hold no unit.
+    """
+    paged = profile.layers if loop is None else loop.paged_layers
+    for name, layers, known in (
+        ("layers", gate.layers or (), profile.layers),
+        ("dense_layers", gate.dense_layers, paged),
+    ):
+        missing = sorted(set(layers) - set(known))
+        if missing and known:
             return (
                 f"layer {missing[0]} of {name}={list(layers)} holds no unit that counts: it "
                 "is not a layer of this model with a KV cache and without a sliding window. "
-                f"Accepted: {ranges(profile.layers)}."
+                f"Accepted: {ranges(known)}."
             )
-    if profile.layers and set(profile.layers) <= set(gate.dense_layers):
+    if paged and set(paged) <= set(gate.dense_layers):
         return (
             f"dense_layers={list(gate.dense_layers)} keeps every layer resident as a whole, so "
             "nothing is left to page."

@@ -8,10 +8,13 @@ from typing import Any
 from pytest_kvgate.analysis.effects import ClosedLoop, TokenEffects, Variant
 from pytest_kvgate.analysis.wording import UNDEFINED, nats, part, percent, share, which_layers
 from pytest_kvgate.report.document import TABLES
-from pytest_kvgate.report.tables import table, wrap
+from pytest_kvgate.report.tables import shorten, table, wrap
 from pytest_kvgate.report.wording import count
 
 Row = dict[str, Any]
+
+#: Columns that a list of layers may take in the table.
+LONGEST_LAYERS = 30
 
 
 def loop_document(loop: ClosedLoop, page_size: int) -> Row:
@@ -93,7 +96,7 @@ def loop_lines(document: Mapping[str, Any]) -> Iterator[str]:
 def _headline(run: Mapping[str, Any]) -> str:
     since = "the first decode step"
     if run["sparse_tail"]:
-        since = f"the last {run['sparse_tail']} prompt tokens"
+        since = f"the last {count(run['sparse_tail'], 'prompt token')}"
     by = "the engine's own flash attention" if run["flash_attention"] else "an edit of nothing"
     past_end = ""
     if run["eos_ignored_from"] is not None:
@@ -110,7 +113,9 @@ def _signed(value: float) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    dense = f", {which_layers(row['dense_layers'])} dense" if row["dense_layers"] else ""
+    dense = ""
+    if row["dense_layers"]:
+        dense = f", {shorten(which_layers(row['dense_layers']), LONGEST_LAYERS)} dense"
     return f"{percent(row['budget'])} {row['selector']}{dense}"
 
 

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_kvgate.analysis import PageGrid
 from pytest_kvgate.analysis.assignment import Assignment, Search
 from pytest_kvgate.analysis.resident import Resident
 from pytest_kvgate.analysis.wording import (
@@ -78,9 +77,8 @@ def gate_text(assignment: Assignment, max_kl: float) -> list[str]:
         f"budget={variant.budget!r}",
         f"max_kl={max_kl!r}",
         f"selector={json.dumps(variant.selector)}",
+        f"page_size={variant.page_size}",  # an ini file may set another
     ]
-    if variant.page_size != PageGrid().page_size:
-        arguments.append(f"page_size={variant.page_size}")
     layers = ", ".join(map(str, variant.dense_layers))
     if layers:
         arguments.append(f"dense_layers=[{layers}]")

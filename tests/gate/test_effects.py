@@ -237,3 +237,17 @@ def test_noise_of_the_nll_does_not_cancel(profile: Profile) -> None:
     )
     assert result.verdict == "INVALID"
     assert "an NLL increase of 0.05 cannot be judged here" in result.reason
+
+
+def test_a_layer_that_reads_another_layers_cache_may_be_kept_dense(profile: Profile) -> None:
+    dense = (1, 2)  # layer 2 has no units of its own, but the loop pages it
+    loop = replace(
+        loop_of(oracle=effects(0.01), landmark=effects(0.01), dense=dense), paged_layers=(0, 1, 2)
+    )
+    assert judged(profile, loop, max_kl=0.05, dense_layers=[1, 2]).verdict == "GO"
+    loop = replace(
+        loop_of(oracle=effects(0.01), landmark=effects(0.01), dense=(0, 1)), paged_layers=(0, 1, 2)
+    )
+    assert judged(profile, loop, max_kl=0.05, dense_layers=[0, 1]).verdict == "GO"
+    result = judged(profile, loop, max_kl=0.05, dense_layers=[0, 1, 2])
+    assert result.reason.startswith("dense_layers=[0, 1, 2] keeps every layer resident")

@@ -138,11 +138,14 @@ def test_why_a_search_ended_is_said(ending: Ending, said: str, max_kl: float) ->
 
 def test_the_gate_of_the_proposal_is_one_line_that_can_be_pasted() -> None:
     gate = plan_document(search())["gate"]
-    assert gate == '@kvgate(budget=0.04, max_kl=0.05, selector="landmark", dense_layers=[0, 3])'
+    assert gate == (
+        '@kvgate(budget=0.04, max_kl=0.05, selector="landmark", page_size=32, dense_layers=[0, 3])'
+    )
     assert pasted(gate) == {
         "budget": 0.04,
         "max_kl": 0.05,
         "selector": "landmark",
+        "page_size": 32,
         "dense_layers": [0, 3],
     }
 
@@ -156,7 +159,7 @@ def test_a_gate_of_any_length_fits_the_terminal_and_asks_for_what_was_measured(
     gate = gate_text(found, 0.015)
     assert max(map(len, gate)) <= 98
     made = pasted("\n".join(gate))
-    assert made.pop("page_size", 32) == page_size
+    assert made.pop("page_size") == page_size
     assert made.pop("dense_layers", []) == list(dense)
     assert made == {"budget": 0.125, "max_kl": 0.015, "selector": "landmark"}
 
