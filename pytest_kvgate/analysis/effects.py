@@ -7,8 +7,10 @@ token that followed. Their means are over predicted tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -80,9 +82,14 @@ class TokenEffects:
     def interval(self, measure: EffectMeasure, confidence: float = 0.95) -> Interval | None:
         """Return the bootstrap interval of the mean: over prompts from five on, else over tokens.
 
-        None where there is one token only.
+        None where there is one token only. That of a top-1 agreement is widened to Wilson's score
+        interval (1927) over tokens: resampling what all agrees would be sure of it.
         """
-        return interval(self._samples(measure), "mean", confidence)
+        found = interval(self._samples(measure), "mean", confidence)
+        if measure != "top1" or found is None:
+            return found
+        low, high = _wilson(self.mean("top1"), len(self.agrees), confidence)
+        return replace(found, low=min(found.low, low), high=max(found.high, high))
 
     def _samples(self, measure: EffectMeasure) -> Samples:
         n_token = len(self.kl)
@@ -295,6 +302,14 @@ class DenseRun:
             trace=np.zeros(len(kl), dtype=np.int64),
             position=np.arange(len(kl)),
         )
+
+
+def _wilson(share: float, n: int, confidence: float) -> tuple[float, float]:
+    """Return the score interval of a share of n independent cases."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    middle = share + z**2 / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return max(0.0, (middle - half) / (1 + z**2 / n)), min(1.0, (middle + half) / (1 + z**2 / n))
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -58,6 +58,7 @@ def run_closed_loop(parsed: argparse.Namespace) -> int:
             settings=_loop_settings(parsed),
             variants=variants,
             folder=Path(folder),
+            announce=lambda message: print(message, file=sys.stderr, flush=True),
         )
         loop = evidence.loop(subject)
     settings = {

@@ -87,9 +87,15 @@ def noise_problem(gate: Gate, loop: ClosedLoop) -> str | None:
                 f"{_NAMES[demand.effect]} of {demand.threshold:g} cannot be judged here: an edit "
                 f"that changes nothing already comes to {_measured(demand.effect, noise)} over "
                 f"{loop.n_token} tokens, since it splits the graph and last bits are amplified. "
-                "Allow more, or compare more tokens (--kvgate-loop-tokens)."
+                f"{_more_than_noise(demand.effect)}"
             )
     return None
+
+
+def _more_than_noise(effect: EffectMeasure) -> str:
+    if effect == "kl":  # a mean of what is never negative, which more tokens do not lower
+        return "Allow more."
+    return "Allow more, or compare more tokens (--kvgate-loop-tokens)."
 
 
 def effect_notes(

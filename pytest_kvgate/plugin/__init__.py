@@ -41,6 +41,7 @@ from pytest_kvgate.plugin.state import (
     State,
     calibrated,
     check_calibration,
+    check_loop_options,
     headline,
     open_session,
     require_session,
@@ -131,6 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not settings_of(config).has_evidence:
                 item.add_marker(pytest.mark.skip(reason=NO_EVIDENCE))
         open_session(config, (gate for item in involved for _, gate in item.stash[GATES]))
+        check_loop_options(config)
     except pytest.UsageError as error:
         if not hasattr(config, "workeroutput"):
             raise

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_kvgate.options import given_on_command_line
+
 if TYPE_CHECKING:
     from pytest_kvgate.analysis import Selector
     from pytest_kvgate.gate import Gate
@@ -190,6 +192,17 @@ def open_session(config: pytest.Config, gates: Iterable[Gate]) -> GateSession | 
     )
     state_of(config).session = session
     return session
+
+
+def check_loop_options(config: pytest.Config) -> None:
+    """Raise pytest.UsageError where options of a closed loop are given and nothing closes one."""
+    session = state_of(config).session
+    pointless = given_on_command_line(config, "loop-tokens", "sparse-tail")
+    if pointless and session is not None and session.loops is None:
+        raise pytest.UsageError(
+            f"kvgate: {pointless[0]} has no effect here: no gate demands anything of the next "
+            "token, and --kvgate-closed-loop is not given."
+        )
 
 
 def check_calibration(config: pytest.Config) -> None:

@@ -108,6 +108,11 @@ def _headline(run: Mapping[str, Any]) -> str:
     )
 
 
+def _end(value: float) -> str:
+    """Write an end of an interval, rounded: cut upwards, the lower one would move inside."""
+    return part(value) if value == 0 or abs(value) >= 1e-3 else nats(value)
+
+
 def _signed(value: float) -> str:
     return ("+" if value >= 0 else "") + nats(value)
 
@@ -127,7 +132,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         _name(row),
         share(row["coverage"]),
         nats(row["kl"]),
-        UNDEFINED if interval is None else f"{nats(interval[0])}..{nats(interval[1])}",
+        UNDEFINED if interval is None else f"{_end(interval[0])}..{_end(interval[1])}",
         share(row["top1"]),
         _signed(row["nll_increase"]),
         "noise" if row["kl"] <= row["noise_floor"] else "",

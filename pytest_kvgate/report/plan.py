@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_kvgate.analysis.assignment import Assignment, Search
 from pytest_kvgate.analysis.resident import Resident
+from pytest_kvgate.analysis.selectors import ORACLE, TOKEN_ORACLE
 from pytest_kvgate.analysis.wording import (
     UNDEFINED,
     multiple,
@@ -153,7 +154,13 @@ def _proposal(plan: Mapping[str, Any]) -> Iterator[str]:
         INDENT,
     )
     yield ""
-    yield "The gate that keeps it so, on every prompt and not this one alone:"
+    if settings["selector"] in (ORACLE, TOKEN_ORACLE):
+        yield from wrap(
+            f"{settings['selector']} cannot be built: this is what a perfect selector would need. "
+            "Plan with one that can."
+        )
+        yield ""
+    yield "The gate that asks for it; measured on this prompt alone, it is for others, too:"
     yield ""
     yield from (INDENT + line for line in plan["gate"].splitlines())
 

@@ -251,3 +251,28 @@ def test_a_layer_that_reads_another_layers_cache_may_be_kept_dense(profile: Prof
     assert judged(profile, loop, max_kl=0.05, dense_layers=[0, 1]).verdict == "GO"
     result = judged(profile, loop, max_kl=0.05, dense_layers=[0, 1, 2])
     assert result.reason.startswith("dense_layers=[0, 1, 2] keeps every layer resident")
+
+
+@pytest.mark.parametrize(("n_token", "low"), [(10, 0.7225), (64, 0.9434)])
+def test_tokens_that_all_agree_are_not_taken_for_certainty(n_token: int, low: float) -> None:
+    every = effects()
+    few = replace(
+        every,
+        **{
+            name: np.resize(getattr(every, name), n_token)
+            for name in ("kl", "agrees", "nll_dense", "nll_sparse", "trace")
+        },
+        position=np.arange(n_token),
+    )
+    found = few.interval("top1")
+    assert found is not None
+    # Wilson (1927): n / (n + z²)
+    assert found.low == pytest.approx(low, abs=1e-3)
+    assert found.high == 1.0
+
+
+def test_agreement_of_few_tokens_is_inconclusive(profile: Profile) -> None:
+    loop = loop_of(oracle=effects(), landmark=effects())
+    result = judged(profile, loop, min_top1=0.99, confidence=0.95)
+    assert result.verdict == "INCONCLUSIVE"
+    assert "holds the threshold 0.99" in result.reason

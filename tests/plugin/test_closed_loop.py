@@ -286,6 +286,16 @@ def test_workers_share_one_closed_loop(
     assert len(report(pytester)["closed_loop"]) == 2
 
 
+@pytest.mark.parametrize("option", ["--kvgate-sparse-tail=8", "--kvgate-loop-tokens=9"])
+def test_options_of_a_loop_without_one_are_usage_errors(
+    pytester: pytest.Pytester, tiny_llama: Path, prompt: Path, option: str
+) -> None:
+    pytester.makepyfile(GATE.format(arguments="budget=0.2, min_coverage=0.1"))
+    result = pytester.runpytest(f"--kvgate-model={tiny_llama}", f"--kvgate-prompt={prompt}", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: *{option.partition('=')[0]} has no effect here*"])
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [
