@@ -12,6 +12,8 @@ from pytest_kvgate.gate.model import Check, Demand, Gate
 from pytest_kvgate.gate.observation import observe
 from pytest_kvgate.gate.reasons import two_digits
 
+#: A closed loop of fewer predicted tokens is pointed out.
+FEW_TOKENS = 32
 #: Layers that lose the most mass, to name.
 NAMED_LAYERS = 3
 
@@ -113,6 +115,8 @@ def effect_notes(
                 )
     coverages = [check for check in checks if check.demand.measure == "coverage"]
     effects = [check for check in checks if check.demand.effect is not None]
+    if effects and loop.n_token < FEW_TOKENS:
+        yield f"the closed loop compared {loop.n_token} predicted tokens only"
     if effects and loop.eos_ignored_from is not None:
         yield (
             f"end of text ignored in the closed loop from decode step {loop.eos_ignored_from} on: "

@@ -271,6 +271,24 @@ def test_tokens_that_all_agree_are_not_taken_for_certainty(n_token: int, low: fl
     assert found.high == 1.0
 
 
+def test_a_verdict_on_few_tokens_says_so(profile: Profile) -> None:
+    every = effects()
+    loop = loop_of(every, oracle=every, landmark=every)
+    assert not any("tokens only" in note for note in judged(profile, loop, max_kl=0.1).notes)
+    cut = replace(
+        every,
+        kl=every.kl[:8],
+        agrees=every.agrees[:8],
+        nll_dense=every.nll_dense[:8],
+        nll_sparse=every.nll_sparse[:8],
+        trace=every.trace[:8],
+        position=every.position[:8],
+    )
+    few = loop_of(cut, oracle=cut, landmark=cut)
+    notes = judged(profile, few, max_kl=0.1).notes
+    assert "the closed loop compared 8 predicted tokens only" in notes
+
+
 def test_agreement_of_few_tokens_is_inconclusive(profile: Profile) -> None:
     loop = loop_of(oracle=effects(), landmark=effects())
     result = judged(profile, loop, min_top1=0.99, confidence=0.95)
