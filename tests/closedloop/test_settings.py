@@ -120,9 +120,8 @@ def test_what_cannot_be_run_is_left_out_with_the_reason(tiny: Callable[[str], Pa
         "layer 0 of dense_layers=[0, 1] is not paged, so it cannot be kept dense. Accepted: 1."
     )
     assert closed.undefined[beyond].startswith("layer 7 of dense_layers=[7] is not paged")
-    assert closed.undefined[whole] == (
-        "at 156 tokens all positions are free, so there is no page to select. Lengthen the prompt, "
-        "or use smaller pages."
+    assert closed.undefined[whole].startswith(
+        "at the first sparse step, of 156 tokens, all positions are free, so there is no page"
     )
     assert not closed.fused
 
