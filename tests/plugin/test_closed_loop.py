@@ -88,6 +88,9 @@ def test_a_gate_on_kl_is_judged_and_stands_beside_coverage(
         assert row["kl_ci"][0] <= row["kl"] <= row["kl_ci"][1]
         assert row["nll_sparse"] - row["nll_dense"] == pytest.approx(row["nll_increase"])
     assert by_measure["kl"]["observed"] == rows["quest"]["kl"]
+    made = found["closed_loop_runs"]["tiny-llama"]
+    assert (made["n_tokens"], made["flash_attention"], made["eos_ignored_from"]) == (8, False, None)
+    assert made["noise_floor"] == rows["quest"]["noise_floor"]
     assert rows["oracle"]["coverage"] > rows["quest"]["coverage"]
 
 
@@ -327,6 +330,10 @@ def test_the_command_prints_the_same_numbers(
     by_command = json.loads(out.read_text("utf-8"))["closed_loop"]
     for one, other in zip(by_pytest, by_command, strict=True):
         assert one == {**other, "subject": one["subject"]}
+    many = ",".join(map(str, range(0, 80, 2)))
+    assert main(["closed-loop", *arguments, f"--dense-layers={many}"]) == 1
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  20% ")]
+    assert max(map(len, table[:2])) <= 100
     assert main(["closed-loop", *arguments, "--dense-layers=9"]) == 1
     assert "layer 9 of dense_layers=[9] is not paged" in capsys.readouterr().out
 
@@ -340,6 +347,7 @@ def test_the_plan_command_proposes_a_gate_that_holds(
     arguments = ["plan", str(tiny_llama), str(prompt), "--threads=1", "--loop-tokens=8"]
     assert main([*arguments, "--max-kl=0.01", "--budgets=0.1,0.5"]) == 0
     printed = capsys.readouterr()
+    assert "It was measured with --kvgate-loop-tokens=8." in printed.out
     assert "run 1 of at most 40: 10%, no layer dense" in printed.err
     found = re.search(r"^  @kvgate\((.*)\)$", printed.out, flags=re.MULTILINE)
     assert found is not None
