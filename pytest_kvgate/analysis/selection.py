@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-#: A unit with less eligible mass than this is skipped.
-LEAST_MASS = 1e-12
-
 
 @dataclass(frozen=True)
 class StepPages:

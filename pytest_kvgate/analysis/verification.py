@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,12 +207,21 @@ def _output_errors(
                 )
             except TraceError:
                 return broken
-            resolved = WEIGHT_STEP / OUTPUT_TOLERANCE * np.linalg.norm(values)
-            size = np.maximum(np.linalg.norm(expected[row], axis=1), resolved)
             for position, weights in enumerate((masses, masses.astype(v.dtype))):
-                distance = np.linalg.norm(weights @ values - expected[row], axis=1)
-                # only a V of zeros has no size; its output must be zero, too
-                relative = np.where(distance == 0, 0.0, np.inf)
-                np.divide(distance, size, out=relative, where=size > 0)
-                worst[position] = max(worst[position], float(relative.max()))
+                error = worst_output_error(weights @ values, expected[row], values)
+                worst[position] = max(worst[position], error)
     return worst[0], worst[1]
+
+
+def worst_output_error(output: NDArray[Any], expected: NDArray[Any], values: NDArray[Any]) -> float:
+    """Return the largest ``‖output - expected‖ / ‖expected‖`` of a head, both ``[n_head, d_v]``.
+
+    An output much smaller than ``values``, those it is made of, counts as large as can be resolved.
+    """
+    resolved = WEIGHT_STEP / OUTPUT_TOLERANCE * np.linalg.norm(values)
+    size = np.maximum(np.linalg.norm(expected, axis=1), resolved)
+    distance = np.linalg.norm(output - expected, axis=1)
+    # only a V of zeros has no size; its output must be zero, too
+    relative = np.where(distance == 0, 0.0, np.inf)
+    np.divide(distance, size, out=relative, where=size > 0)
+    return float(relative.max())

@@ -15,8 +15,6 @@ from pytest_kvgate.cli.loops import run_closed_loop, run_plan
 from pytest_kvgate.cli.traces import run_calibrate, run_capture, run_profile, run_verify
 from pytest_kvgate.options import OPTIONS
 
-#: What the model reads first; for several commands.
-PROMPT_HELP = "UTF-8 text, or .json file with a chat or token ids, that the model reads first"
 ENGINE_OPTIONS = ("ngl", "threads", "cache-type-k", "cache-type-v", "flash-attn")
 CAPTURE_OPTIONS = (
     "continuation",
@@ -82,16 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     capture = commands.add_parser("capture", help="capture one prompt on one model into a trace")
-    capture.add_argument("model", type=Path, help="GGUF model")
-    capture.add_argument("prompt", type=Path, help=PROMPT_HELP)
+    _add_workload(capture)
     capture.add_argument("directory", type=Path, help="the trace becomes a folder below this one")
     capture.set_defaults(run=run_capture)
     verify = commands.add_parser(
         "verify",
         help="prove a capture with flash attention by a second run without it, layer by layer",
     )
-    verify.add_argument("model", type=Path, help="GGUF model")
-    verify.add_argument("prompt", type=Path, help=PROMPT_HELP)
+    _add_workload(verify)
     verify.add_argument(
         "directory", type=Path, nargs="?", help="keep the trace as a folder below this one"
     )
@@ -107,8 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "closed-loop",
         help="run a model with only the selected pages visible, and compare its next tokens",
     )
-    loop.add_argument("model", type=Path, help="GGUF model")
-    loop.add_argument("prompt", type=Path, help=PROMPT_HELP)
+    _add_workload(loop)
     loop.add_argument(
         "--dense-layers",
         metavar="N,N,…",
@@ -121,8 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="look for the cheapest dense layers and budget whose KL meets a limit",
     )
-    plan.add_argument("model", type=Path, help="GGUF model")
-    plan.add_argument("prompt", type=Path, help=PROMPT_HELP)
+    _add_workload(plan)
     plan.add_argument(
         "--max-kl",
         metavar="X",
@@ -150,13 +144,25 @@ def _parser() -> argparse.ArgumentParser:
             add_option(verify, single)
         if option.name in PROFILE_OPTIONS:
             add_option(profile, option)
-        if option.name in (*LOOP_OPTIONS, "pool"):
-            add_option(plan, replace(option, repeatable=False))
         if option.name in LOOP_OPTIONS:
-            add_option(loop, replace(option, repeatable=False))
+            single = replace(option, repeatable=False)
+            add_option(loop, single)
+            add_option(plan, single)
+        if option.name == "pool":
+            add_option(plan, option)
         if option.name == "selectors":
             add_option(loop, replace(option, help="selectors to compare [oracle,landmark]"))
         if option.name == "report":
             add_option(loop, option)
     verify.set_defaults(flash_attn=True)
     return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add the model, and what it reads first."""
+    parser.add_argument("model", type=Path, help="GGUF model")
+    parser.add_argument(
+        "prompt",
+        type=Path,
+        help="UTF-8 text, or .json file with a chat or token ids, that the model reads first",
+    )

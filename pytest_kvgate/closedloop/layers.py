@@ -9,7 +9,11 @@ from numpy.typing import NDArray
 
 from pytest_kvgate.analysis import SOFTMAX_TOLERANCE
 from pytest_kvgate.analysis.masses import group_masses, single_precision
-from pytest_kvgate.analysis.verification import FLASH_TOLERANCES, OUTPUT_TOLERANCE, WEIGHT_STEP
+from pytest_kvgate.analysis.verification import (
+    FLASH_TOLERANCES,
+    OUTPUT_TOLERANCE,
+    worst_output_error,
+)
 from pytest_kvgate.closedloop.errors import ClosedLoopError
 from pytest_kvgate.engine import AttentionRead, Context, ValueRead, visible_span
 from pytest_kvgate.engine.basis import alibi_slopes, product_roundings
@@ -166,19 +170,18 @@ def _check_output(
     """Compare the heads' output with the recomputed one, as `verify_capture` does."""
     cells = single_precision(values.read_values(n_visible))
     expected = values.read_output()
-    resolved = WEIGHT_STEP / OUTPUT_TOLERANCE * np.linalg.norm(cells)
-    size = np.maximum(np.linalg.norm(expected, axis=1), resolved)
-    errors = []
-    for weights in _recomputed(layer, read, n_visible):
-        output = (weights.reshape(len(cells), -1, n_visible) @ cells).reshape(expected.shape)
-        distance = np.linalg.norm(output - expected, axis=1)
-        relative = np.where(distance == 0, 0.0, np.inf)  # only a V of zeros has no size
-        np.divide(distance, size, out=relative, where=size > 0)
-        errors.append(float(relative.max()))
-    if not min(errors) <= tolerance:
+    error = min(
+        worst_output_error(
+            (weights.reshape(len(cells), -1, n_visible) @ cells).reshape(expected.shape),
+            expected,
+            cells,
+        )
+        for weights in _recomputed(layer, read, n_visible)
+    )
+    if not error <= tolerance:
         raise ClosedLoopError(
             f"layer {layer.index}: the attention output recomputed from q, K and V and the model's "
-            f"own differ by {min(errors):.2g} of its length, where {tolerance:g} is tolerated, "
+            f"own differ by {error:.2g} of its length, where {tolerance:g} is tolerated, "
             f"{READ_WRONGLY}"
         )
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pytest_kvgate.analysis.coverage import LEAST_ELIGIBLE_MASS
 from pytest_kvgate.analysis.effects import LayerShare
-
-#: A unit with less eligible mass than this is skipped.
-LEAST_MASS = 1e-12
 
 
 @dataclass
@@ -51,7 +49,7 @@ class Tally:
         held = (masses * np.concatenate(self._kept)).sum(axis=1, dtype=np.float64)
         eligible = masses.sum(axis=1, dtype=np.float64)
         total = np.concatenate(self._totals)
-        counted = eligible >= LEAST_MASS
+        counted = eligible >= LEAST_ELIGIBLE_MASS
         coverage = np.divide(held, eligible, out=np.zeros_like(held), where=counted)
         lost = np.divide(eligible - held, total, out=np.zeros_like(held), where=total > 0)
         for layer, *sums in zip(

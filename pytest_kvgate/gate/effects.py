@@ -17,8 +17,6 @@ FEW_TOKENS = 32
 #: Layers that lose the most mass, to name.
 NAMED_LAYERS = 3
 
-_ALLOWED = {"kl": "allowed", "nll_increase": "allowed", "top1": "required"}
-
 
 def effect_go_reason(gate: Gate, profile: Profile, loop: ClosedLoop, check: Check) -> str:
     """Say how much room the tightest check leaves."""
@@ -56,7 +54,7 @@ def effect_missed_reason(gate: Gate, profile: Profile, loop: ClosedLoop, check: 
     """Say whether the budget or the selector is the problem, and where the mass is lost."""
     effect = _effect(check.demand)
     found = _found(gate, profile, loop, check)
-    bound = f"{check.required:g} is {_ALLOWED[effect]}"
+    bound = f"{check.required:g} is {'required' if check.demand.is_floor else 'allowed'}"
     ideal = observe(gate, profile, loop, check.demand, ORACLE)
     assert ideal is not None
     met = ideal >= check.required if check.demand.is_floor else ideal <= check.required
